@@ -339,7 +339,7 @@ class WatchedScheduling:
         self._scheduler = scheduler
         self._violations = violations
 
-    def __call__(self, budget: int, now: float) -> ScheduledBatch | None:
+    def __call__(self, budget: int, now: float, *, pauses: bool = False) -> ScheduledBatch | None:
         scheduler = self._scheduler
         waited = list(scheduler._waiting)
         owed = [
@@ -348,7 +348,12 @@ class WatchedScheduling:
             if len(seq.tokens) + seq.num_sampling < seq.num_prompt + seq.max_tokens
             and seq.num_computed < len(seq.tokens) + seq.num_sampling  # it verifies no draft
         ]
-        batch = type(scheduler).schedule(scheduler, budget, now)  # it is this in its place
+        prompts = [seq for seq in owed if seq.num_computed < seq.num_prompt]
+        # It is this in its place.
+        batch = type(scheduler).schedule(scheduler, budget, now, pauses=pauses)
+        rows = batch.rows if batch is not None else ()
+        if pauses and any(row.start < row.seq.num_prompt for row in rows):
+            owed = prompts
         with noted(self._violations):
             self._check(batch, budget, waited, owed)
         return batch

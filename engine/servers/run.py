@@ -13,11 +13,11 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 
-from engine.backends.base import InferenceBackend
 from engine.core.config_schema import ServerSettings
 from engine.servers.app import LateRoutes
 from engine.servers.http.protocol import (
@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 # While a model loads, its progress is checked at this interval in seconds and logged if it has
 # changed. Our own backend is usually ready before the first check.
 PROGRESS_INTERVAL_S = 5.0
+DEVICES = Path("/dev")
 # Seconds between the model being ready and the import of the late routes (see `app.py`). An earlier
 # import would slow down requests that waited for the model.
 LATE_ROUTES_AFTER_S = 0.5
@@ -91,13 +92,18 @@ class ServiceManager:
             await asyncio.sleep(self._watchdog_s / 2)
 
 
-def num_frontends(server: ServerSettings, backend: InferenceBackend) -> int:
+def num_frontends(server: ServerSettings, *, is_accelerated: bool) -> int:
     """The number of frontend processes, including this one."""
     if server.frontends != "auto":
         return server.frontends
     # Nodes join over connections of this process.
-    needs_more = backend.is_accelerated and server.node_token is None
+    needs_more = is_accelerated and server.node_token is None
     return AUTO_FRONTENDS if needs_more and (os.cpu_count() or 1) >= AUTO_MIN_CORES else 1
+
+
+def has_gpu() -> bool:
+    """Whether the machine has the device file of a GPU. This takes no driver, and no import."""
+    return (DEVICES / "kfd").exists() or any(DEVICES.glob("nvidia[0-9]*"))
 
 
 class HttpServer:
@@ -194,6 +200,7 @@ class HttpServer:
                 if not (await asyncio.wait({starting}, timeout=SLOW_START_S))[0]:
                     await asyncio.to_thread(prepare_first_request)
                     await self._late_routes.add()
+                    await self._start_writers(is_accelerated=has_gpu())
                 await starting
             finally:
                 telling.cancel()
@@ -203,20 +210,21 @@ class HttpServer:
             self._manager.tell("READY=1")
             if self._on_ready is not None:
                 self._on_ready(seconds)
-            await self._start_writers()
+            await self._start_writers(is_accelerated=self._services.backend.is_accelerated)
             await asyncio.sleep(LATE_ROUTES_AFTER_S)
             await self._late_routes.add()
         except BaseException:
             self._uvicorn.should_exit = True
             raise
 
-    async def _start_writers(self) -> None:
-        """Start the other frontend processes, if there are any. They start when the model is ready,
-        because they would delay that.
+    async def _start_writers(self, *, is_accelerated: bool) -> None:
+        """Start the other frontend processes, if there are any. If the model takes long to load,
+        they start meanwhile, so that the first requests do not meet processes that are starting.
+        Else they start when the model is ready, because they would delay that.
         """
         services = self._services
-        count = num_frontends(services.settings.server, services.backend) - 1
-        if count == 0:
+        count = num_frontends(services.settings.server, is_accelerated=is_accelerated) - 1
+        if count == 0 or self.writers is not None:
             return
         from engine.servers.writers.pool import Writers  # imported late: few servers have any
 

@@ -37,7 +37,9 @@ class Emulated:
             subprocess.run(command, check=True)
         self._library, self._threads = ctypes.CDLL(str(path)), config.threads
 
-    def launch(self, blocks: int, threads: int, arguments: Sequence[Any]) -> None:
+    def launch(
+        self, blocks: int, threads: int, arguments: Sequence[Any], *, overlaps: bool = False
+    ) -> None:
         assert threads == self._threads
         pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
         self._library.launch(blocks, threads, pointers)

@@ -104,8 +104,10 @@ class Engine:
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.endings: dict[tuple[str, int], str] = {}
 
-    def _watched_schedule(self, budget: int, now: float) -> ScheduledBatch | None:
-        batch = self._schedule(budget, now)
+    def _watched_schedule(
+        self, budget: int, now: float, *, pauses: bool = False
+    ) -> ScheduledBatch | None:
+        batch = self._schedule(budget, now, pauses=pauses)
         if batch is not None:
             owners: dict[int, str] = {}
             for row in batch.rows:

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -21,7 +22,6 @@ from engine.servers import run
 from engine.servers.run import num_frontends
 from engine.servers.writers import pool, writer
 from engine.servers.writers.pool import Writers
-from tests.fake_backend import FakeBackend
 from tests.live_server import make_settings
 
 LARGE = bytes(range(256)) * 2**13  # more than a socket buffer holds
@@ -238,15 +238,25 @@ async def test_connections_go_to_the_writer_that_has_the_fewest():
 
 
 def test_how_many_frontends_auto_has(monkeypatch: pytest.MonkeyPatch):
-    backend, server = FakeBackend(), ServerSettings()
+    server = ServerSettings()
     monkeypatch.setattr(run.os, "cpu_count", lambda: 16)
-    assert num_frontends(server, backend) == 1
-    monkeypatch.setattr(FakeBackend, "is_accelerated", True)
-    assert num_frontends(server, backend) == 3
-    assert num_frontends(ServerSettings(node_token="t" * 32), backend) == 1
-    assert num_frontends(ServerSettings(frontends="2"), backend) == 2
+    assert num_frontends(server, is_accelerated=False) == 1
+    assert num_frontends(server, is_accelerated=True) == 3
+    assert num_frontends(ServerSettings(node_token="t" * 32), is_accelerated=True) == 1
+    assert num_frontends(ServerSettings(frontends="2"), is_accelerated=False) == 2
     monkeypatch.setattr(run.os, "cpu_count", lambda: 2)
-    assert num_frontends(server, backend) == 1
+    assert num_frontends(server, is_accelerated=True) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("nvidia0", True), ("kfd", True), ("nvidiactl", False), ("sda", False)]
+)
+def test_a_gpu_is_known_by_its_device_file(
+    name: str, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / name).touch()
+    monkeypatch.setattr(run, "DEVICES", tmp_path)
+    assert run.has_gpu() == expected
 
 
 def test_nodes_need_one_frontend():

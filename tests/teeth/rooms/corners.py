@@ -42,8 +42,8 @@ MUTATIONS = [
     Mutation(
         "corners: long gaps cost nothing",
         "engine.backends.custom.runtime.pacing",
-        "        self._credit -= num_decoding\n",
-        "        pass\n",
+        "self._credit - max(0, demand.num_decoding - known)",
+        "self._credit",
         "tests/unit/test_pacing.py::test_few_gaps_are_long_whatever_arrives",
     ),
     Mutation(

@@ -27,7 +27,7 @@ from engine.backends.custom.runtime.model_runner import (
     RunnerLostError,
     StepOutput,
 )
-from engine.backends.custom.runtime.pacing import Pacing
+from engine.backends.custom.runtime.pacing import Pacing, StepPlan
 from engine.backends.custom.runtime.recovery import Bisection, is_out_of_memory
 from engine.backends.custom.runtime.requests.grammar import Grammars
 from engine.backends.custom.runtime.requests.images import ImageStore
@@ -167,13 +167,13 @@ class EngineLoop:
 
     def _step(self) -> None:
         scheduler = self.scheduler
-        budget = self._num_tokens()
+        plan = self._plan()
         drafts = scheduler.speculation
         if drafts is not None and drafts.awaits_tokens and not self._finish_early():
             return
         started_at = time.monotonic()
         try:
-            batch = scheduler.schedule(budget, started_at)
+            batch = scheduler.schedule(plan.num_tokens, started_at, pauses=plan.pauses)
         except Exception as error:
             self._recover_schedule(error)
             return
@@ -192,16 +192,16 @@ class EngineLoop:
         except Exception as error:
             self._recover(batch, error)
 
-    def _num_tokens(self) -> int:
-        """The token budget of the next step."""
+    def _plan(self) -> StepPlan:
+        """The size of the next step."""
         scheduler = self.scheduler
         # What an engine that died had computed is computed again at full speed, and not in small
         # parts beside decode. Otherwise the last stream would pause for much longer.
         if scheduler.is_catching_up:
-            return self._budget.tokens(0, scheduler.num_running)
+            return StepPlan(self._budget.tokens(0, scheduler.num_running))
         if self._pacing is not None:
-            return self._pacing.tokens(scheduler.demand)
-        return self._budget.tokens(scheduler.num_decoding, scheduler.num_running)
+            return self._pacing.plan(scheduler.demand)
+        return StepPlan(self._budget.tokens(scheduler.num_decoding, scheduler.num_running))
 
     def _forward(self, batch: ScheduledBatch) -> Forwarded:
         # The heartbeat says after which time the step counts as hung.

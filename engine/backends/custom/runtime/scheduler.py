@@ -40,17 +40,19 @@ log = logging.getLogger(__name__)
 class Scheduler(Roster):
     """Continuous batching over a `KVCache`."""
 
-    def schedule(self, budget: int, now: float) -> ScheduledBatch | None:
+    def schedule(self, budget: int, now: float, *, pauses: bool = False) -> ScheduledBatch | None:
         """The rows of the next step, with at most `budget` tokens in total. None if no sequence can
-        run.
+        run. With `pauses`, sequences that decode have no rows.
         """
         self._step += 1
         self.clock.plan(now)
         budget, kept = self._newcomers.room(
             budget, self._waiting.tenants() if self._free_slots else (), self._running
         )
-        rows = self._schedule_running(budget - kept)
+        rows = self._schedule_running(budget - kept, pauses=pauses)
         self._schedule_waiting(rows, budget - sum(row.length for row in rows), now)
+        if pauses and not rows:  # no prompt can be computed now, so that nothing is gained
+            rows = self._schedule_running(budget, pauses=False)
         num_drafting, draft_s = 0, 0.0
         if self.speculation is not None:
             num_drafting = self.speculation.add_drafts(rows, budget - sum(r.length for r in rows))
@@ -127,7 +129,7 @@ class Scheduler(Roster):
             return None
         return self._grant(seq, length)
 
-    def _schedule_running(self, budget: int) -> list[Row]:
+    def _schedule_running(self, budget: int, *, pauses: bool) -> list[Row]:
         rows: list[Row] = []
         running, index = self._running, 0
         new_row = tuple.__new__  # the fastest way to build a named tuple
@@ -137,6 +139,8 @@ class Scheduler(Roster):
             ahead = len(seq.tokens) + seq.num_sampling
             start = seq.num_computed
             end = seq.num_prompt + seq.max_tokens
+            if pauses and start >= seq.num_prompt:
+                continue
             if ahead == start + 1 and ahead < end and start < seq.room:
                 # The fast path for most rows of most steps: decode one token whose block has room.
                 seq.num_computed = ahead

@@ -30,6 +30,13 @@ def is_hopper(device: torch.device) -> bool:
     return not is_amd() and torch.cuda.get_device_capability(device) == _HOPPER
 
 
+def overlaps_kernels(device: torch.device) -> bool:
+    """Whether a Triton kernel can start before the previous one ends (programmatic dependent
+    launch).
+    """
+    return device.type == "cuda" and is_hopper(device)
+
+
 @cache
 def has_fp8(device: torch.device) -> bool:
     """Whether the GPU multiplies float8 numbers of the type e4m3fn. An MI300 has e4m3fnuz, in

@@ -247,7 +247,7 @@ class TritonAttention:
 
     def _span_room(self, rows: int) -> int:
         if self._decodes_on_hopper:
-            return max(hopper_decode.SPANS, 2 * rows)
+            return hopper_decode.span_room(rows)
         return span_room(rows, self._heads.in_fp8)
 
     def room_for(self, tokens: int, rows: int, *, only_decodes: bool, shares: bool) -> ListLengths:
@@ -280,7 +280,7 @@ class TritonAttention:
         smallest = MIN_SPAN
         if self._decodes_on_hopper:
             smallest = hopper_decode.MIN_SPAN
-            most = min(most, len(decodes) * (1 + hopper_decode.ROW_SPANS))
+            most = min(most, hopper_decode.span_room(len(decodes)))
         elif len(decodes) == 1:
             most = min(most, 1 + LONE_PROGRAMS // self._num_groups)
         spans, partials = _spans(inputs, decodes, begins, splits, most, smallest)

@@ -6,6 +6,9 @@
 // a ring of buffers in shared memory, by one bulk copy per tile. Each KV head has SPLIT warps, which take turns
 // at tiles and share nothing before the end. `decode.cuh` has what a warp computes.
 //
+// The kernel may start before the previous one ends, which writes the queries, and the last key of each sequence.
+// Until then, it reads the work lists and copies other keys.
+//
 // `cuda/decode.py` puts `hopper.cuh`, `ring.cuh` and `decode.cuh` before this file. It defines HEAD_DIM, HEADS
 // (query heads per KV head), KV_HEADS, BLOCK_SIZE, SLOT_BYTES, WINDOW (0: none), STAGES, SPLIT, MERGES (whether
 // the last thread block of a sequence merges the results of all spans) and IS_BF16 (whether queries and results
@@ -53,6 +56,8 @@ __device__ __forceinline__ void produce(const Span& span, const unsigned char* c
             int from = tile + lane % PIECES * PIECE, count = min(PIECE, span.last - from);
             int block = __shfl_sync(~0u, blocks, (tile - start) / PIECE + lane % PIECES);
             wait_barrier(ring.free(), ring.parity);
+            // The previous kernel writes the last key of the sequence.
+            if (tile + TILE >= span.last) wait_for_previous();
             if (lane == 0) expect_bytes(ring.ready(), min(TILE, span.last - tile) * SLOT_BYTES);
             __syncwarp();
             if (lane < PIECES && count > 0) {
@@ -153,8 +158,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                 int* arrived, const int* counts, const int* spans, const int* partials,
                 const int* query_start, const int* seq_lens, const int* tables, float scale) {
     extern __shared__ uint4 shared[];
+    launch_dependents();
     Span span({counts, spans, partials, query_start, seq_lens, tables}, blockIdx.x);
-    if (!span.exists) return;
+    if (!span.exists) {
+        wait_for_previous();  // so that this kernel never ends before the previous one
+        return;
+    }
     unsigned char* memory = reinterpret_cast<unsigned char*>(shared);
     u32 buffers = shared_address(memory), barriers = buffers + STAGES * TILE_BYTES;
     if (threadIdx.x == 0) {
@@ -173,6 +182,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         return;
     }
     Worker worker(kv_head, scale);
+    wait_for_previous();
     worker.load_queries(q, span.token);
     consume(worker, span, memory, Tiles(buffers, barriers, 0), part);
     if (SPLIT > 1) {

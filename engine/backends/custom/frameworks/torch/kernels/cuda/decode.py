@@ -88,6 +88,13 @@ def covers(heads: "AttentionHeads", block_size: int, dtype: torch.dtype) -> bool
     )
 
 
+def span_room(rows: int) -> int:
+    """The most spans that the keys of so many rows are cut into. A thread block without a span
+    takes time too, so a step with few rows has fewer of them.
+    """
+    return min(max(SPANS, 2 * rows), rows * (1 + ROW_SPANS))
+
+
 def decode(
     q: Tensor,
     cache: Tensor,
@@ -115,6 +122,7 @@ def decode(
             *(ctypes.c_void_p(arrays[name].data_ptr()) for name in _LISTS),
             ctypes.c_float(scale * _LOG2_E),
         ),
+        overlaps=True,
     )
 
 

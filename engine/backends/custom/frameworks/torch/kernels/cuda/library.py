@@ -21,6 +21,31 @@ _MAX_SHARED_BYTES, _SHARED_PERCENT = 8, 9
 _ELEMENTS = {torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType
 _SWIZZLE_128, _PROMOTE_256 = 3, 3
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
+_OVERLAPS = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute. The value is a union of 64 bytes."""
+
+    _fields_ = (
+        ("id", ctypes.c_int),
+        ("pad", ctypes.c_int),
+        ("value", ctypes.c_int),
+        ("rest", ctypes.c_char * 60),
+    )
+
+
+class _Launch(ctypes.Structure):
+    """CUlaunchConfig"""
+
+    _fields_ = (
+        ("blocks", ctypes.c_uint * 3),
+        ("threads", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("num_attributes", ctypes.c_uint),
+    )
 
 
 class CudaError(RuntimeError):
@@ -100,14 +125,19 @@ class Function:
             _check(changed, "cuFuncSetAttribute")
         self._shared_bytes = shared_bytes
 
-    def launch(self, blocks: int, threads: int, arguments: Sequence[Any]) -> None:
-        """Launches the kernel on PyTorch's current stream. `arguments` are `ctypes` values."""
+    def launch(
+        self, blocks: int, threads: int, arguments: Sequence[Any], *, overlaps: bool = False
+    ) -> None:
+        """Launches the kernel on PyTorch's current stream. `arguments` are `ctypes` values. With
+        `overlaps`, the kernel may start before the previous one ends, and waits for it by itself.
+        """
         pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        status = _driver().cuLaunchKernel(
-            self._function, blocks, 1, 1, threads, 1, 1, self._shared_bytes, stream, pointers, None
-        )
-        _check(status, "cuLaunchKernel")
+        config = _Launch((blocks, 1, 1), (threads, 1, 1), self._shared_bytes, stream)
+        attribute = _Attribute(_OVERLAPS, 0, 1)
+        config.attributes, config.num_attributes = ctypes.pointer(attribute), int(overlaps)
+        status = _driver().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None)
+        _check(status, "cuLaunchKernelEx")
 
 
 def tensor_map(tensor: Tensor, box: Sequence[int]) -> ctypes.Array[ctypes.c_char]:

@@ -4,8 +4,9 @@ beside it.
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from engine.backends.custom.frameworks.torch.device import is_amd
+from engine.backends.custom.frameworks.torch.device import is_amd, overlaps_kernels
 from engine.backends.custom.frameworks.torch.kernels.base import interpreting
 
 _HAS_PTX = tl.constexpr(not interpreting() and not is_amd())
@@ -89,3 +90,19 @@ def launch_dependents():
 def wait_for_previous():
     """Waits for the previous kernel, whose results are visible from here on. NVIDIA GPUs only."""
     tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def begin(OVERLAPS: tl.constexpr):
+    """The first lines of a kernel that may start before the previous one ends, if all that it reads
+    may be a result of that kernel. So only its launch overlaps.
+    """
+    if OVERLAPS:
+        launch_dependents()
+        wait_for_previous()
+
+
+def overlapping(x: Tensor) -> dict[str, bool]:
+    """Options of a kernel that starts before the previous one ends, where the GPU can do that."""
+    overlaps = overlaps_kernels(x.device)
+    return {"OVERLAPS": overlaps} | ({"launch_pdl": True} if overlaps else {})

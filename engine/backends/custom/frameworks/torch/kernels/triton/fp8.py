@@ -20,6 +20,7 @@ from engine.backends.custom.frameworks.torch.kernels.fp8 import (
     SMALLEST_SCALE,
     QuantizedRows,
 )
+from engine.backends.custom.frameworks.torch.kernels.triton.assembly import begin, overlapping
 from engine.backends.custom.frameworks.torch.kernels.triton.epilogue import gate_times
 
 _LARGEST, _SMALLEST_SCALE = tl.constexpr(LARGEST), tl.constexpr(SMALLEST_SCALE)
@@ -73,7 +74,9 @@ def _rows_kernel(
     ADDS: tl.constexpr,
     NORMS: tl.constexpr,
     GATE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    begin(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
@@ -110,7 +113,9 @@ def _linear_kernel(
     TOKENS: tl.constexpr,
     BIAS: tl.constexpr,
     ONCE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    begin(OVERLAPS)
     rows = tl.minimum(tl.program_id(1) * ROWS + tl.arange(0, ROWS), outputs - 1)
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     known = (tokens < num_tokens)[None, :]
@@ -215,6 +220,7 @@ def scaled_linear(
         ONCE=grid[0] == 1,
         num_warps=chosen.warps,
         num_stages=chosen.stages,
+        **overlapping(values),
     )
     return out
 
@@ -249,6 +255,7 @@ def _rows(
         NORMS=norm is not None,
         GATE=gate,
         num_warps=min(max(block // 512, 1), 16),
+        **overlapping(x),
     )
     return QuantizedRows(values, scales)
 

@@ -5,6 +5,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.backends.custom.frameworks.torch.kernels.triton.assembly import (
+    launch_dependents,
+    overlapping,
+    wait_for_previous,
+)
+
 
 @triton.jit
 def _norm_kernel(
@@ -19,11 +25,16 @@ def _norm_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     ADDS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    if OVERLAPS:
+        launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    if OVERLAPS:
+        wait_for_previous()
     x = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0)
     if ADDS:
         residual = tl.load(residual_ptr + row * residual_stride + columns, mask=inside, other=0.0)
@@ -52,6 +63,7 @@ def _launch(
         BLOCK=block,
         ADDS=adds,
         num_warps=min(max(block // 512, 1), 16),
+        **overlapping(x),
     )
 
 

@@ -11,6 +11,11 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.backends.custom.frameworks.torch.kernels.fp8 import FP8
+from engine.backends.custom.frameworks.torch.kernels.triton.assembly import (
+    launch_dependents,
+    overlapping,
+    wait_for_previous,
+)
 from engine.backends.custom.frameworks.torch.kernels.triton.fp8 import fp8_scale, scaled_fp8
 
 # Heads per program: _FEW_HEADS in steps with fewer than _MANY_TOKENS tokens, so that there are
@@ -45,13 +50,23 @@ def _rope_kernel(
     GROUP: tl.constexpr,
     NORMS: tl.constexpr,
     SCALED: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    if OVERLAPS:
+        launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)  # index among all N + 2 K heads
     columns, rest = tl.arange(0, HALF_BLOCK), 2 * HALF + tl.arange(0, REST_BLOCK)
     exists = (head < HEADS + 2 * KV_HEADS)[:, None]
     in_half, in_rest = exists & (columns < HALF)[None, :], exists & (rest < HEAD_DIM)[None, :]
     source = qkv_ptr + token * qkv_stride + head[:, None] * HEAD_DIM
+    position = tl.load(positions_ptr + token).to(tl.int64)
+    angle = table_ptr + position * 2 * HALF + columns
+    cos = tl.load(angle, mask=columns < HALF, other=0.0)[None, :]
+    sin = tl.load(angle + HALF, mask=columns < HALF, other=0.0)[None, :]
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    if OVERLAPS:
+        wait_for_previous()
     first = tl.load(source + columns[None, :], mask=in_half, other=0.0).to(tl.float32)
     second = tl.load(source + HALF + columns[None, :], mask=in_half, other=0.0).to(tl.float32)
     third = tl.load(source + rest[None, :], mask=in_rest, other=0.0).to(tl.float32)
@@ -65,14 +80,9 @@ def _rope_kernel(
             q_norm_ptr + HALF, k_norm_ptr + HALF, columns, HALF, is_query, is_value
         )
         third *= scale * _weight(q_norm_ptr, k_norm_ptr, rest, HEAD_DIM, is_query, is_value)
-    position = tl.load(positions_ptr + token).to(tl.int64)
-    angle = table_ptr + position * 2 * HALF + columns
-    cos = tl.load(angle, mask=columns < HALF, other=0.0)[None, :]
-    sin = tl.load(angle + HALF, mask=columns < HALF, other=0.0)[None, :]
     turned_first = tl.where(is_value, first, first * cos - second * sin)
     turned_second = tl.where(is_value, second, second * cos + first * sin)
 
-    slot = tl.load(slots_ptr + token).to(tl.int64)
     cached = cache_ptr + slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * offset_stride
     kv_head = head - HEADS
     kind = (kv_head >= KV_HEADS).to(tl.int64)
@@ -152,5 +162,6 @@ def rope_write(
         NORMS=q_norm is not None,
         SCALED=cache_layer.dtype == FP8,
         num_warps=2 if group == _FEW_HEADS else 4,
+        **overlapping(qkv),
     )
     return q

@@ -18,14 +18,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.backends.custom.frameworks.torch.device import num_stages
+from engine.backends.custom.frameworks.torch.device import num_stages, overlaps_kernels
 from engine.backends.custom.frameworks.torch.kernels.triton.assembly import (
+    begin,
     launch_dependents,
     wait_for_previous,
 )
 from engine.backends.custom.frameworks.torch.kernels.triton.epilogue import finish, weight_rows
 
 _MAX_RESIDENT = 8192  # max columns of an input that fits in the registers of a program
+# The kernel of a float8 matrix of up to this many values starts before the previous kernel ends.
+# The programs of a larger one would take the place of programs that still read weights.
+_SMALL = 2**24
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +39,7 @@ class SkinnyConfig:
     warps: int
     stages: int = 3
     steps: int = 0  # above 0: the input stays in registers, for this many times `rows` weight rows
-    # Whether weights are prefetched before the previous kernel ends. Only for a single token.
+    # Whether the kernel starts before the previous one ends. Only for a single token.
     overlaps: bool = False
 
 
@@ -122,11 +126,13 @@ def _resident_kernel(
     NORMS: tl.constexpr,
     GATE: tl.constexpr,
     ADDS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """As `_vector_kernel`, for float8 weights. They are read so fast that reading and normalizing
     the input for every few weight rows takes a third of the time. So a program keeps the whole
     normalized input in registers, and multiplies it by ROWS weight rows at each of its STEPS.
     """
+    begin(OVERLAPS)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
     x = tl.load(x_ptr + columns, mask=inside, other=0.0).to(tl.float32)
@@ -235,7 +241,9 @@ def choose(
         if size > _MAX_RESIDENT:
             return SkinnyConfig(rows=8, columns=1024, warps=4)
         steps = max(1, min(8, outputs // 3072))
-        return SkinnyConfig(rows=4, columns=0, warps=4 if size <= 4096 else 8, steps=steps)
+        is_small = outputs <= size and outputs * size <= _SMALL
+        warps = 4 if size <= 4096 else 8
+        return SkinnyConfig(rows=4, columns=0, warps=warps, steps=steps, overlaps=is_small)
     if num_tokens > 1 and value_bytes > 2:
         return SkinnyConfig(rows=32, columns=64, warps=4, stages=2)
     if num_tokens > 1:
@@ -286,8 +294,12 @@ def skinny_linear(
         "num_warps": chosen.warps,
         "num_stages": num_stages(chosen.stages),
     }
+    overlaps = chosen.overlaps and overlaps_kernels(x.device)
+    if overlaps:
+        options["launch_pdl"] = True
     if chosen.steps:
         assert num_tokens == 1 and parts.pop("SCALED")
+        parts["OVERLAPS"] = overlaps
         _resident_kernel[(triton.cdiv(rows, chosen.rows * chosen.steps),)](
             x,
             weight,
@@ -303,9 +315,7 @@ def skinny_linear(
             **options,
         )
     elif num_tokens == 1:
-        if chosen.overlaps:
-            options["launch_pdl"] = True
-        parts["OVERLAPS"] = chosen.overlaps
+        parts["OVERLAPS"] = overlaps
         _vector_kernel[grid](x, weight, *tensors, out, rows, eps, **shape, **parts, **options)
     else:
         tokens = min(max(16, triton.next_power_of_2(num_tokens)), 64)

@@ -22,6 +22,11 @@ from engine.backends.custom.frameworks.torch.kernels.attention_heads import (
     Scratch,
 )
 from engine.backends.custom.frameworks.torch.kernels.invariant.attention import CHUNK
+from engine.backends.custom.frameworks.torch.kernels.triton.assembly import (
+    launch_dependents,
+    overlapping,
+    wait_for_previous,
+)
 from engine.backends.custom.frameworks.torch.kernels.triton.attention_decode import (
     merge,
     merged_spans,
@@ -149,9 +154,14 @@ def _attention_kernel(
     SLOT_SIZE: tl.constexpr,
     SCALED: tl.constexpr,
     PRECISION: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    if OVERLAPS:
+        launch_dependents()
     kv_head, item = tl.program_id(0), tl.program_id(1)
     if item >= tl.load(counts_ptr + (2 if PROMPTS else 1)):
+        if OVERLAPS:
+            wait_for_previous()  # so that this kernel never ends before the previous one
         return
     row, first_query, first, last, first_partial, count = _work_item(
         items_ptr, partials_ptr, item, PROMPTS
@@ -164,6 +174,8 @@ def _attention_kernel(
     here = there[:, None] & (columns < HEAD_DIM)[None, :]
     heads = ((row_start + offset).to(tl.int64) * KV_HEADS + kv_head) * GROUP + head
     place = heads[:, None] * HEAD_DIM + columns[None, :]
+    if OVERLAPS:
+        wait_for_previous()  # it writes queries, keys and values; the work lists are older
     q = tl.load(q_ptr + place, mask=here, other=0.0)
     first_position, query = length - num_queries + first_query, length - num_queries + offset
     end = tl.minimum(last, tl.minimum(first_position + TOKENS, length))
@@ -259,4 +271,5 @@ def attend(
         TOKENS=tile.queries * cache.shape[3] // q.shape[1],
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **overlapping(q),
     )

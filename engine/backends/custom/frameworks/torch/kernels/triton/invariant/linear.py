@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.backends.custom.frameworks.torch.kernels.triton.assembly import begin, overlapping
 from engine.backends.custom.frameworks.torch.kernels.triton.epilogue import gate_times
 
 _MANY_TOKENS = 1024
@@ -55,10 +56,12 @@ def _linear_kernel(
     BIAS: tl.constexpr,
     GATE: tl.constexpr,
     ADDS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """With GATE, the weight has `outputs` rows of the gate and as many of up. A sum is rounded
     before bias, gate and residual, as if a library had computed it.
     """
+    begin(OVERLAPS)
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     rows = tl.minimum(tl.program_id(1) * ROWS + tl.arange(0, ROWS), outputs - 1)
     known = (tokens < num_tokens)[None, :]
@@ -142,5 +145,6 @@ def invariant_linear(
         ADDS=residual is not None,
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **overlapping(x),
     )
     return out
