@@ -113,6 +113,28 @@ def _work_item(items_ptr, partials_ptr, item, PROMPTS: tl.constexpr):
 
 
 @triton.jit
+def _has_item(counts_ptr, item, PROMPTS: tl.constexpr, OVERLAPS: tl.constexpr):
+    """Whether a program has a work item. One without an item waits for the previous kernel too, so
+    that this kernel never ends before that one.
+    """
+    if OVERLAPS:
+        launch_dependents()
+    is_there = item < tl.load(counts_ptr + (2 if PROMPTS else 1))
+    if OVERLAPS:  # noqa: SIM102 - known when it is compiled
+        if not is_there:
+            wait_for_previous()
+    return is_there
+
+
+@triton.jit
+def _load_queries(places, here, OVERLAPS: tl.constexpr):
+    """The previous kernel writes the queries, and their keys and values. Work lists are older."""
+    if OVERLAPS:
+        wait_for_previous()
+    return tl.load(places, mask=here, other=0.0)
+
+
+@triton.jit
 def _first_seen(first_position, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
     """The first key that a query at this position attends to, rounded down to a tile."""
     seen = tl.zeros_like(first_position)
@@ -156,12 +178,8 @@ def _attention_kernel(
     PRECISION: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    if OVERLAPS:
-        launch_dependents()
     kv_head, item = tl.program_id(0), tl.program_id(1)
-    if item >= tl.load(counts_ptr + (2 if PROMPTS else 1)):
-        if OVERLAPS:
-            wait_for_previous()  # so that this kernel never ends before the previous one
+    if not _has_item(counts_ptr, item, PROMPTS, OVERLAPS):
         return
     row, first_query, first, last, first_partial, count = _work_item(
         items_ptr, partials_ptr, item, PROMPTS
@@ -174,9 +192,7 @@ def _attention_kernel(
     here = there[:, None] & (columns < HEAD_DIM)[None, :]
     heads = ((row_start + offset).to(tl.int64) * KV_HEADS + kv_head) * GROUP + head
     place = heads[:, None] * HEAD_DIM + columns[None, :]
-    if OVERLAPS:
-        wait_for_previous()  # it writes queries, keys and values; the work lists are older
-    q = tl.load(q_ptr + place, mask=here, other=0.0)
+    q = _load_queries(q_ptr + place, here, OVERLAPS)
     first_position, query = length - num_queries + first_query, length - num_queries + offset
     end = tl.minimum(last, tl.minimum(first_position + TOKENS, length))
     seen = _first_seen(first_position, WINDOW, BLOCK_N)
