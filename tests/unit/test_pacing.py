@@ -103,11 +103,22 @@ def test_a_request_after_days_of_idleness_is_like_any_other(monkeypatch) -> None
     assert 64 < pacing.plan(demand(64, 1, 512, **counts)).num_tokens < LARGEST
 
 
-def test_few_gaps_are_long_whatever_arrives() -> None:
+def test_a_second_burst_begins_like_the_first_one() -> None:
+    """The first one used all long gaps that were left."""
+    pacing = learned()
+    for decoding in (60, 120, 180):
+        pacing.plan(demand(decoding, 240 - decoding))
+    pacing.plan(demand(240, 0))
+    assert pacing.plan(demand(100, 20)).num_tokens < LARGEST
+    assert pacing.plan(demand(100, 140)) == (LARGEST, True)
+
+
+def test_few_gaps_are_long_if_fewer_sequences_start_than_decode() -> None:
     """All that decode are in one burst, so a large step is a long gap for each of them."""
     rng, pacing, num_long, num_gaps = random.Random(3), learned(), 0, 0
     for _ in range(20_000):
-        rows, starting = rng.choice([1, 3, 20, 200]), rng.choice([0, 1, 30, 300])
+        rows, starting = rng.choice([2, 20, 40, 200]), rng.choice([0, 1])
+        starting *= rows - 1
         num_gaps += rows
         plan = pacing.plan(demand(rows, starting, num_new_tokens=num_gaps))
         num_long += rows * (plan.num_tokens == LARGEST)

@@ -67,14 +67,16 @@ class Pacing:
         return StepPlan(largest if is_long else even)
 
     def _is_in_burst(self, demand: Demand, even: int) -> bool:
-        """Whether the next step is one of a burst. A burst begins if there are enough long gaps
-        left. Decode may pause while prompts arrive; then the burst lasts until all prompts are
-        computed that had arrived when at least as many sequences started as decoded.
+        """Whether the next step is one of a burst. A burst begins if at least as many sequences
+        start as decode, or if there are enough long gaps left. Decode may pause while prompts
+        arrive; then the burst lasts until all prompts are computed that had arrived when at least
+        as many sequences started as decoded.
         """
         num_decoding, num_tokens = demand.num_decoding, demand.num_prompt_tokens
         starts = num_decoding <= demand.num_starting
         if not self._is_burst:
-            self._is_burst = even - num_decoding < num_tokens and num_decoding <= self._credit
+            may_begin = starts or num_decoding <= self._credit
+            self._is_burst = may_begin and even - num_decoding < num_tokens
             self._pause_s, self._num_paused = MAX_PAUSE_S if starts else 0.0, 0
             self._burst_tokens = num_tokens
         elif starts:
