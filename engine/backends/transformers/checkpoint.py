@@ -5,7 +5,7 @@ refers to Python code of the checkpoint, is ignored.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,7 @@ def read_text(path: Path) -> TextModel:
     return text_model(checkpoint.shape, tokenizer, checkpoint.quantization, checkpoint.size_bytes)
 
 
-def examine_checkpoint(path: Path) -> None:
+def examine_checkpoint(path: Path, passed: Callable[[], None]) -> None:
     """Parse everything that a server parses of a checkpoint. Raises if something is invalid."""
     read_text(path)
 
