@@ -30,14 +30,13 @@ serve: $(VENV)/.serve ## Fetch the default model and serve it (MODEL=name ARGS="
 	$(call step,Serving $(MODEL))
 	@exec $(BIN)/engine serve $(MODEL) $(ARGS)
 
-# Three processes keep two cores busy: many tests wait for a server. All take files of one list, so the long ones come
-# first. What failed is run once more, alone.
+# Both processes take files of the same list, so the long ones come first. What failed is run once more, alone.
 test: $(VENV)/.dev browser ## Run every test but the long ones
 	$(call step,Fetching the model that tests use)
 	@$(BIN)/engine pull $(MODEL)
 	@failed=; again=; \
 	run() { printf '\n==> %s\n' "$$*"; \
-		$(PYTEST) -n 3 "$$@" && return; \
+		$(PYTEST) -n 2 "$$@" && return; \
 		printf '\n==> what failed, once more and alone\n'; \
 		$(PYTEST) -n 0 -v --last-failed --last-failed-no-failures none "$$@" && again=yes || failed=yes; }; \
 	run --dist loadfile --no-loadscope-reorder $(LEVELS:%=tests/%); \
