@@ -18,8 +18,8 @@ MUTATIONS = [
     Mutation(
         "frameworks: all heads of a token share the place of one scale",
         "engine.backends.custom.frameworks.torch.kernels.triton.rope",
-        "tl.store(scales_ptr + kv_head, scale",
-        "tl.store(scales_ptr + kv_head * 0, scale",
+        "_scaled_parts(parts, scales_ptr + kv_head, is_cached)",
+        "_scaled_parts(parts, scales_ptr + kv_head * 0, is_cached)",
         "tests/kernels/test_fp8.py::test_keys_and_values_are_written_with_a_scale_per_head",
     ),
     Mutation(

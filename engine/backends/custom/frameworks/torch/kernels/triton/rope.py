@@ -61,54 +61,87 @@ def _rope_kernel(
     in_half, in_rest = exists & (columns < HALF)[None, :], exists & (rest < HEAD_DIM)[None, :]
     source = qkv_ptr + token * qkv_stride + head[:, None] * HEAD_DIM
     position = tl.load(positions_ptr + token).to(tl.int64)
-    angle = table_ptr + position * 2 * HALF + columns
-    cos = tl.load(angle, mask=columns < HALF, other=0.0)[None, :]
-    sin = tl.load(angle + HALF, mask=columns < HALF, other=0.0)[None, :]
+    cos, sin = _load_angles(table_ptr + position * 2 * HALF + columns, columns < HALF, HALF)
     slot = tl.load(slots_ptr + token).to(tl.int64)
     if OVERLAPS:
         wait_for_previous()
-    first = tl.load(source + columns[None, :], mask=in_half, other=0.0).to(tl.float32)
-    second = tl.load(source + HALF + columns[None, :], mask=in_half, other=0.0).to(tl.float32)
-    third = tl.load(source + rest[None, :], mask=in_rest, other=0.0).to(tl.float32)
-    is_value = (head >= HEADS + KV_HEADS)[:, None]
+    first, second, third = _load_head(source, (columns, rest), (in_half, in_rest), HALF)
+    is_query, is_value = (head < HEADS)[:, None], (head >= HEADS + KV_HEADS)[:, None]
     if NORMS:
-        squares = tl.sum(first * first, 1) + tl.sum(second * second, 1) + tl.sum(third * third, 1)
-        scale = tl.where(is_value, 1.0, tl.rsqrt(squares / HEAD_DIM + eps)[:, None])
-        is_query = (head < HEADS)[:, None]
-        first *= scale * _weight(q_norm_ptr, k_norm_ptr, columns, HALF, is_query, is_value)
-        second *= scale * _weight(
-            q_norm_ptr + HALF, k_norm_ptr + HALF, columns, HALF, is_query, is_value
-        )
-        third *= scale * _weight(q_norm_ptr, k_norm_ptr, rest, HEAD_DIM, is_query, is_value)
+        norms, kinds = (q_norm_ptr, k_norm_ptr), (is_query, is_value)
+        parts, places = (first, second, third), (columns, rest)
+        first, second, third = _normalised(parts, places, norms, kinds, eps, HALF, HEAD_DIM)
     turned_first = tl.where(is_value, first, first * cos - second * sin)
     turned_second = tl.where(is_value, second, second * cos + first * sin)
-
     cached = cache_ptr + slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * offset_stride
     kv_head = head - HEADS
     kind = (kv_head >= KV_HEADS).to(tl.int64)
     in_cache = cached + kind * kind_stride + (kv_head - kind * KV_HEADS) * head_stride
     in_queries = q_ptr + (token * HEADS + head) * HEAD_DIM
-    for_queries, for_cache = (head < HEADS)[:, None], (head >= HEADS)[:, None]
+    parts, places = (turned_first, turned_second, third), (columns, rest)
+    _store_head(in_queries[:, None], parts, places, (in_half & is_query, in_rest & is_query), HALF)
     if SCALED:
-        largest = tl.maximum(tl.max(tl.abs(turned_first), 1), tl.max(tl.abs(turned_second), 1))
-        largest = tl.maximum(largest, tl.max(tl.abs(third), 1))
-        lost = tl.sum(turned_first - turned_first, 1) + tl.sum(turned_second - turned_second, 1)
-        scale = fp8_scale(largest, lost + tl.sum(third - third, 1))
         scales_ptr = (cached + 2 * KV_HEADS * HEAD_DIM).to(tl.pointer_type(tl.float32))
         is_cached = (head >= HEADS) & (head < HEADS + 2 * KV_HEADS)
-        tl.store(scales_ptr + kv_head, scale, mask=is_cached)
-    for place in tl.static_range(2):
-        if place == 0:
-            target, here = in_queries[:, None], for_queries
-        else:
-            target, here = in_cache[:, None], for_cache
-            if SCALED:
-                turned_first = scaled_fp8(turned_first, scale[:, None])
-                turned_second = scaled_fp8(turned_second, scale[:, None])
-                third = scaled_fp8(third, scale[:, None])
-        tl.store(target + columns[None, :], turned_first, mask=in_half & here)
-        tl.store(target + HALF + columns[None, :], turned_second, mask=in_half & here)
-        tl.store(target + rest[None, :], third, mask=in_rest & here)
+        parts = _scaled_parts(parts, scales_ptr + kv_head, is_cached)
+    _store_head(in_cache[:, None], parts, places, (in_half & ~is_query, in_rest & ~is_query), HALF)
+
+
+@triton.jit
+def _load_angles(angle_ptr, here, HALF: tl.constexpr):
+    cos = tl.load(angle_ptr, mask=here, other=0.0)[None, :]
+    sin = tl.load(angle_ptr + HALF, mask=here, other=0.0)[None, :]
+    return cos, sin
+
+
+@triton.jit
+def _load_head(source, places, masks, HALF: tl.constexpr):
+    columns, rest = places
+    in_half, in_rest = masks
+    first = tl.load(source + columns[None, :], mask=in_half, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF + columns[None, :], mask=in_half, other=0.0).to(tl.float32)
+    third = tl.load(source + rest[None, :], mask=in_rest, other=0.0).to(tl.float32)
+    return first, second, third
+
+
+@triton.jit
+def _normalised(parts, places, norms, kinds, eps, HALF: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """The three parts of each head after RMSNorm. Heads of values are left as they are."""
+    first, second, third = parts
+    columns, rest = places
+    q_norm_ptr, k_norm_ptr = norms
+    is_query, is_value = kinds
+    squares = tl.sum(first * first, 1) + tl.sum(second * second, 1) + tl.sum(third * third, 1)
+    scale = tl.where(is_value, 1.0, tl.rsqrt(squares / HEAD_DIM + eps)[:, None])
+    first *= scale * _weight(q_norm_ptr, k_norm_ptr, columns, HALF, is_query, is_value)
+    second *= scale * _weight(
+        q_norm_ptr + HALF, k_norm_ptr + HALF, columns, HALF, is_query, is_value
+    )
+    third *= scale * _weight(q_norm_ptr, k_norm_ptr, rest, HEAD_DIM, is_query, is_value)
+    return first, second, third
+
+
+@triton.jit
+def _scaled_parts(parts, scale_ptr, here):
+    """The parts of each head in FP8. Their scale, by the largest value, goes to the cache."""
+    first, second, third = parts
+    largest = tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(second), 1))
+    largest = tl.maximum(largest, tl.max(tl.abs(third), 1))
+    lost = tl.sum(first - first, 1) + tl.sum(second - second, 1)
+    scale = fp8_scale(largest, lost + tl.sum(third - third, 1))
+    tl.store(scale_ptr, scale, mask=here)
+    scale = scale[:, None]
+    return scaled_fp8(first, scale), scaled_fp8(second, scale), scaled_fp8(third, scale)
+
+
+@triton.jit
+def _store_head(target, parts, places, masks, HALF: tl.constexpr):
+    first, second, third = parts
+    columns, rest = places
+    in_half, in_rest = masks
+    tl.store(target + columns[None, :], first, mask=in_half)
+    tl.store(target + HALF + columns[None, :], second, mask=in_half)
+    tl.store(target + rest[None, :], third, mask=in_rest)
 
 
 @triton.jit

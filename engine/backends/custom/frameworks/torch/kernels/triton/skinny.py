@@ -166,6 +166,19 @@ def _resident_kernel(
         )
 
 
+@triton.jit
+def _load_tiles(places, sources, columns, known, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
+    """A tile of the weight, and the tile of the input that it is multiplied by."""
+    if SIZE % COLUMNS == 0:
+        weight = tl.load(places, eviction_policy="evict_first")
+        x = tl.load(sources, mask=known, other=0.0)
+    else:
+        inside = columns < SIZE
+        weight = tl.load(places, mask=inside[None, :], other=0.0)
+        x = tl.load(sources, mask=known & inside[:, None], other=0.0)
+    return weight, x
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _few_rows_kernel(
     x_ptr,
@@ -199,13 +212,7 @@ def _few_rows_kernel(
         places = weight_ptr + rows.to(tl.int64)[:, None] * SIZE + columns[None, :]
         sources = x_ptr + tokens.to(tl.int64)[None, :] * x_stride + columns[:, None]
         known = (tokens < num_tokens)[None, :]
-        if SIZE % COLUMNS == 0:
-            weight = tl.load(places, eviction_policy="evict_first")
-            x = tl.load(sources, mask=known, other=0.0)
-        else:
-            inside = columns < SIZE
-            weight = tl.load(places, mask=inside[None, :], other=0.0)
-            x = tl.load(sources, mask=known & inside[:, None], other=0.0)
+        weight, x = _load_tiles(places, sources, columns, known, SIZE, COLUMNS)
         if NORMS:
             norm = tl.load(norm_ptr + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
             exact = x.to(tl.float32)
@@ -281,6 +288,7 @@ def skinny_linear(
     outputs = rows // 2 if gate else rows
     out = torch.empty((num_tokens, outputs), dtype=x.dtype, device=x.device)
     tensors = [x if each is None else each for each in (bias, scale, norm, residual)]
+    arguments = (x, weight, *tensors, out, rows, eps)
     parts: dict[str, bool | str] = {
         "BIAS": bias is not None,
         "SCALED": scale is not None,
@@ -289,7 +297,7 @@ def skinny_linear(
         "ADDS": residual is not None,
     }
     shape = {"SIZE": size, "ROWS": chosen.rows, "COLUMNS": chosen.columns}
-    grid = (triton.cdiv(rows, chosen.rows),)
+    grid: tuple[int, ...] = (triton.cdiv(rows, chosen.rows),)
     options: dict[str, int | bool] = {
         "num_warps": chosen.warps,
         "num_stages": num_stages(chosen.stages),
@@ -301,12 +309,7 @@ def skinny_linear(
         assert num_tokens == 1 and parts.pop("SCALED")
         parts["OVERLAPS"] = overlaps
         _resident_kernel[(triton.cdiv(rows, chosen.rows * chosen.steps),)](
-            x,
-            weight,
-            *tensors,
-            out,
-            rows,
-            eps,
+            *arguments,
             SIZE=size,
             BLOCK=triton.next_power_of_2(size),
             ROWS=chosen.rows,
@@ -316,21 +319,10 @@ def skinny_linear(
         )
     elif num_tokens == 1:
         parts["OVERLAPS"] = overlaps
-        _vector_kernel[grid](x, weight, *tensors, out, rows, eps, **shape, **parts, **options)
+        _vector_kernel[grid](*arguments, **shape, **parts, **options)
     else:
         tokens = min(max(16, triton.next_power_of_2(num_tokens)), 64)
-        _few_rows_kernel[(*grid, triton.cdiv(num_tokens, tokens))](
-            x,
-            weight,
-            *tensors,
-            out,
-            rows,
-            eps,
-            num_tokens,
-            x.stride(0),
-            **shape,
-            TOKENS=tokens,
-            **parts,
-            **options,
-        )
+        grid = (*grid, triton.cdiv(num_tokens, tokens))
+        more = (num_tokens, x.stride(0))
+        _few_rows_kernel[grid](*arguments, *more, **shape, TOKENS=tokens, **parts, **options)
     return out
