@@ -13,7 +13,7 @@ import pytest
 
 from tests.source_trees import ROOT, Source, dotted, imports, is_within, sources
 
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 400  # of code
 MAX_FUNCTION_LINES = 60
 MAX_KERNEL_LINES = 100  # a kernel is one function, with a line for each parameter
 MAX_FOLDER_FILES = 19
@@ -377,9 +377,9 @@ def test_durations_do_not_use_the_wall_clock() -> None:
 def test_files_and_functions_stay_small(folder: str) -> None:
     large = []
     for source in sources(folder):
-        num_lines = len(source.text.splitlines())
+        num_lines = num_code_lines(source)
         if num_lines > MAX_FILE_LINES:
-            large.append(f"{source.at(source.tree)} has {num_lines} lines")
+            large.append(f"{source.at(source.tree)} has {num_lines} lines of code")
         for node in source.nodes:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 assert node.end_lineno is not None
