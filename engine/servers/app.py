@@ -195,12 +195,13 @@ def create_app(
     if telemetry is not None:
         services.components.append(telemetry)
     throttle = AuthThrottle(settings.limits.auth_failures_per_minute)
+    authenticator = Authenticator(settings, services.keys, throttle)
     app = FastAPI(
         docs_url=None,
         redoc_url=None,
         openapi_url=None,
         redirect_slashes=False,
-        dependencies=[Depends(Authenticator(settings, services.keys, throttle))],
+        dependencies=[Depends(authenticator)],
         middleware=_layers(services, telemetry),
     )
     app.router.route_class = AdmittedRoute
@@ -220,7 +221,7 @@ def create_app(
         # Imported late: few servers serve gRPC, and the library that it needs is an extra.
         from engine.servers.kserve.grpc_server import GrpcServer
 
-        services.components.append(GrpcServer(app, settings.server))
+        services.components.append(GrpcServer(app, settings.server, authenticator.identify))
     if settings.server.root_path:
         app.add_middleware(RootPath, prefix=settings.server.root_path)
     return app

@@ -14,6 +14,7 @@ from tritonclient.grpc import service_pb2
 from tritonclient.utils import InferenceServerException
 
 from engine.core.config import ConfigError
+from engine.core.config_schema import ServerSettings
 from engine.core.errors import InferenceError
 from engine.core.interfaces.backend import TextEvent
 from engine.servers.kserve.grpc_messages import CLASSES
@@ -332,15 +333,19 @@ def test_the_messages_are_those_of_tritons_client() -> None:
         assert facts(ours.DESCRIPTOR) == facts(theirs), name
 
 
+def made_grpc(settings: ServerSettings) -> GrpcServer:
+    return GrpcServer(lambda *_: None, settings, lambda request: None)
+
+
 def test_grpc_needs_its_dialect_and_a_free_port() -> None:
     with pytest.raises(ConfigError, match="kserve"):
-        GrpcServer(lambda *_: None, make_settings(server={"grpc_port": 0, "dialects": []}).server)
+        made_grpc(make_settings(server={"grpc_port": 0, "dialects": []}).server)
 
 
 async def test_a_used_grpc_port_is_reported() -> None:
     port = free_port()
     settings = make_settings(server={"grpc_port": port}).server
-    first, second = GrpcServer(lambda *_: None, settings), GrpcServer(lambda *_: None, settings)
+    first, second = made_grpc(settings), made_grpc(settings)
     await first.start()
     with pytest.raises(ConfigError, match="server.grpc_port"):
         await second.start()

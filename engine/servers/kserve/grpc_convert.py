@@ -10,6 +10,10 @@ from engine.servers.kserve.schema import PROMPT, InferBody
 from engine.servers.schema.body import validated
 
 EMPTY_END = "triton_enable_empty_final_response"
+MAX_NAME_LENGTH = 1024
+MAX_TENSORS = 64
+MAX_PARAMETERS = 256
+MAX_DIMENSIONS = 8
 IS_FINAL = "triton_final_response"
 # Data type → field of InferTensorContents.
 CONTENTS = {
@@ -29,6 +33,9 @@ CONTENTS = {
 
 
 def model_path(name: str, version: str) -> str:
+    if len(name) > MAX_NAME_LENGTH or len(version) > MAX_NAME_LENGTH:
+        where = "model_name" if len(name) > MAX_NAME_LENGTH else "model_version"
+        raise problem(where, f"should have at most {MAX_NAME_LENGTH} characters")
     return f"/v2/models/{name}" + (f"/versions/{version}" if version else "")
 
 
@@ -38,7 +45,10 @@ def path_of(request: Any, operation: str) -> str:
 
 def to_json(request: Any) -> dict[str, Any]:
     """A ModelInferRequest as the JSON of `infer`."""
-    raws = list(request.raw_input_contents)
+    for field in ("inputs", "outputs"):
+        if len(getattr(request, field)) > MAX_TENSORS:
+            raise problem(field, f"should have at most {MAX_TENSORS} tensors")
+    raws = request.raw_input_contents
     if raws and len(raws) != len(request.inputs):
         rule = f"should have one entry for each of {len(request.inputs)} inputs, has {len(raws)}"
         raise problem("raw_input_contents", rule)
@@ -48,7 +58,7 @@ def to_json(request: Any) -> dict[str, Any]:
         "inputs": [
             {
                 "name": tensor.name,
-                "shape": list(tensor.shape),
+                "shape": _shape(tensor, f"inputs[{index}]"),
                 "datatype": tensor.datatype,
                 "data": _data(tensor, raws[index] if raws else None, f"inputs[{index}]"),
             }
@@ -58,7 +68,15 @@ def to_json(request: Any) -> dict[str, Any]:
     }
 
 
+def _shape(tensor: Any, where: str) -> list[int]:
+    if len(tensor.shape) > MAX_DIMENSIONS:
+        raise problem(f"{where}.shape", f"should have at most {MAX_DIMENSIONS} dimensions")
+    return list(tensor.shape)
+
+
 def _values(parameters: Any) -> dict[str, Any]:
+    if len(parameters) > MAX_PARAMETERS:
+        raise problem("parameters", f"should be at most {MAX_PARAMETERS}")
     return {
         name: getattr(each, each.WhichOneof("parameter_choice"))
         for name, each in parameters.items()
@@ -68,11 +86,14 @@ def _values(parameters: Any) -> dict[str, Any]:
 
 def _data(tensor: Any, raw: bytes | None, where: str) -> list[Any]:
     if raw is not None:
-        count = tensors.count_of(tensor.shape, where)
+        count = tensors.count_of(_shape(tensor, where), where)
         return tensors.from_raw(tensor.datatype, raw, count, where)
     if tensor.datatype not in CONTENTS:
         raise problem(f"{where}.datatype", "should be sent in raw_input_contents")
-    elements = list(getattr(tensor.contents, CONTENTS[tensor.datatype]))
+    found = getattr(tensor.contents, CONTENTS[tensor.datatype])
+    if len(found) > tensors.MAX_ELEMENTS:
+        raise problem(f"{where}.contents", f"should have at most {tensors.MAX_ELEMENTS} elements")
+    elements = list(found)
     if tensor.datatype == "BYTES":
         return [tensors.text_of(each, where) for each in elements]
     return elements

@@ -2,29 +2,38 @@
 
 Each call becomes a request to the REST route of the same purpose, in the same process. So API keys,
 limits, admission, metrics and the request log are those of HTTP. The key is in the call's metadata,
-under the name of the HTTP header.
+under the name of the HTTP header. It is checked before a message is read, so every method is served
+as a stream: gRPC reads the message of other methods before it calls anybody.
 """
 
-import asyncio
-import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import msgspec
-from starlette.types import ASGIApp, Message
+from starlette.requests import Request
+from starlette.types import ASGIApp
 
 from engine.core.config_schema import ServerSettings
-from engine.core.errors import ConfigError, EngineError
+from engine.core.errors import ConfigError, EngineError, RateLimitError
+from engine.core.text.long_texts import after_other_long_texts
+from engine.servers.access.auth import Principal
 from engine.servers.http.errors import opaque_error, short_message
-from engine.servers.http.in_process import Header, call, scope_of
+from engine.servers.http.in_process import scope_of
+from engine.servers.http.limits import INLINE_BYTES
+from engine.servers.http.protocol import max_connections
 
 try:
     import grpc
     import grpc.aio
 
     from engine.servers.kserve import grpc_convert as convert
+    from engine.servers.kserve.grpc_call import Call, CallFailed, message_of, shown
     from engine.servers.kserve.grpc_messages import CLASSES, SERVICE, UNARY
+    from engine.servers.kserve.grpc_stream import Stream
 except ImportError as missing:
     raise ConfigError(
         f"server.grpc_port needs the library {missing.name}: install engine[grpc], or remove the"
@@ -33,14 +42,29 @@ except ImportError as missing:
     ) from None
 
 logger = logging.getLogger(__name__)
+Identify = Callable[[Request], Principal | None]
+Answer = Callable[[Any, Call], Awaitable[Any]]
 
 STOP_TIMEOUT_S = 5.0
-# Messages of one stream that wait for a slow client. Then its requests wait too.
-MAX_WAITING = 64
 # A message is larger than the prompt in it: it has names, shapes and parameters.
 MESSAGE_MARGIN = 2**16
-# Metadata that is passed on as HTTP headers.
-PASSED_ON = frozenset({"authorization", "x-api-key", "api-key", "x-request-id", "x-session-id"})
+MAX_STREAMS = 64  # open streams of one tenant
+# Methods that need no key, as their routes.
+PUBLIC = frozenset({"ServerLive", "ServerReady"})
+KEYED_ROUTE = "/v2"  # a route that needs a key like those of the other methods
+# Limits of a connection, as options of the library.
+CONNECTION = {
+    "grpc.max_concurrent_streams": 128,
+    "grpc.max_metadata_size": 16 * 1024,
+    "grpc.absolute_max_metadata_size": 16 * 1024,
+    "grpc.server_handshake_timeout_ms": 10_000,
+    "grpc.http2.settings_timeout": 10_000,
+    "grpc.max_connection_idle_ms": 60_000,  # without an open call
+    "grpc.keepalive_time_ms": 30_000,  # a client that does not answer a ping is gone
+    "grpc.keepalive_timeout_ms": 10_000,
+    "grpc.http2.max_ping_strikes": 2,
+    "grpc.so_reuseport": 0,  # otherwise two servers may share a port without an error
+}
 CODES = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
     401: grpc.StatusCode.UNAUTHENTICATED,
@@ -55,40 +79,48 @@ CODES = {
 }
 
 
-class CallFailed(Exception):
-    """The application refused a request. `status` is its HTTP status."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
+@dataclass(frozen=True, slots=True)
+class _Route:
+    path: str
 
 
 class GrpcServer:
-    """A background component of the server that answers gRPC calls on its event loop."""
+    """A background component of the server that answers gRPC calls on its event loop. `identify`
+    tells whose key a request has.
+    """
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+    def __init__(self, app: ASGIApp, settings: ServerSettings, identify: Identify) -> None:
         if "kserve" not in settings.dialects:
             raise ConfigError(
                 'server.grpc_port needs "kserve" in server.dialects', param="server.grpc_port"
             )
         self._app = app
         self._settings = settings
+        self._identify = identify
+        self._max_bytes = settings.body_limit_mb * 2**20 + MESSAGE_MARGIN
+        self._num_streams: Counter[str] = Counter()  # by tenant
         self._server: Any = None
         self.port = 0  # the bound port, once the server has started
 
     async def start(self) -> None:
         host, port = self._settings.host, self._settings.grpc_port
-        limit = self._settings.body_limit_mb * 2**20 + MESSAGE_MARGIN
-        options = [
-            ("grpc.max_receive_message_length", limit),
-            ("grpc.so_reuseport", 0),  # otherwise two servers may share a port without an error
-        ]
-        self._server = grpc.aio.server(options=options)
+        most = max_connections()
+        options = CONNECTION | {
+            "grpc.max_receive_message_length": self._max_bytes,
+            "grpc.max_allowed_incoming_connections": most,
+        }
+        self._server = grpc.aio.server(
+            options=list(options.items()),
+            maximum_concurrent_rpcs=min(most, self._settings.max_concurrent_requests),
+        )
         self._server.add_generic_rpc_handlers([self._handlers()])
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        files = self._settings.tls_files
         try:
-            self.port = self._server.add_insecure_port(address)
+            if files is None:
+                self.port = self._server.add_insecure_port(address)
+            else:
+                self.port = self._server.add_secure_port(address, _credentials(files))
         except RuntimeError:
             raise ConfigError(
                 f"cannot listen on {address}: another program is using it; choose another with"
@@ -103,7 +135,7 @@ class GrpcServer:
             await self._server.stop(STOP_TIMEOUT_S)
 
     def _handlers(self) -> Any:
-        answers: dict[str, Callable[[Any, _Call], Awaitable[Any]]] = {
+        answers: dict[str, Answer] = {
             "ServerLive": _server_live,
             "ServerReady": _server_ready,
             "ModelReady": _model_ready,
@@ -113,207 +145,132 @@ class GrpcServer:
             "RepositoryIndex": _repository_index,
         }
         methods = {
-            name: grpc.unary_unary_rpc_method_handler(
-                self._unary(answers[name]),
-                CLASSES[f"{name}Request"].FromString,
-                CLASSES[f"{name}Response"].SerializeToString,
+            name: grpc.stream_stream_rpc_method_handler(
+                self._guarded(self._unary(name, answers[name]), is_public=name in PUBLIC),
+                response_serializer=CLASSES[f"{name}Response"].SerializeToString,
             )
             for name in UNARY
         }
         methods["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(
-            self._stream,
-            CLASSES["ModelInferRequest"].FromString,
-            CLASSES["ModelStreamInferResponse"].SerializeToString,
+            self._guarded(self._stream),
+            response_serializer=CLASSES["ModelStreamInferResponse"].SerializeToString,
         )
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
-    def _unary(self, answer: Callable[[Any, "_Call"], Awaitable[Any]]) -> Any:
-        async def handle(request: Any, context: Any) -> Any:
+    def _guarded(self, answer: Callable[..., Awaitable[None]], *, is_public: bool = False) -> Any:
+        """A handler that answers a call whose key is valid. Its errors tell nothing of the server's
+        inside, and end only the call.
+        """
+
+        async def handle(_: Any, context: Any) -> None:
+            code, message = grpc.StatusCode.INTERNAL, opaque_error().message
             try:
-                with _Call(self._app, context) as asked:
-                    return await answer(request, asked)
+                with Call(self._app, context) as asked:
+                    principal = None if is_public else await self._principal(asked)
+                    await answer(asked, context, principal)
+                    return
             except CallFailed as failed:
-                code = CODES.get(failed.status, grpc.StatusCode.INTERNAL)
-                await context.abort(code, failed.message)
+                code, message = CODES.get(failed.status, code), failed.message
             except EngineError as error:
-                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, short_message(error))
+                code, message = CODES.get(error.status, code), short_message(error)
+            except grpc.aio.UsageError:
+                return  # the client is gone
+            except Exception:
+                logger.exception("A gRPC call could not be answered.")
+            await context.abort(code, shown(message))
 
         return handle
 
-    async def _stream(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-        """Answer the requests of one stream. Their responses are sent as they come, so those of
-        several requests are mixed; each has the id of its request.
+    async def _principal(self, asked: Call) -> Principal:
+        """Whose call it is. The refusal of an invalid key is that of HTTP, which is logged, counted
+        and slowed down.
         """
-        responses: asyncio.Queue[Any] = asyncio.Queue(MAX_WAITING)
-        with _Call(self._app, context) as asked:
-            reading = asyncio.create_task(_answer_all(requests, asked, responses))
-            try:
-                while (response := await responses.get()) is not None:
-                    yield response
-            finally:
-                reading.cancel()
-                await asyncio.gather(reading, return_exceptions=True)
+        scope = scope_of("GET", KEYED_ROUTE, 0, asked.headers, asked.client)
+        found = self._identify(Request(scope | {"route": _Route(KEYED_ROUTE)}))
+        if found is None:
+            status, made = await asked.get(KEYED_ROUTE)
+            raise CallFailed(401 if status == 200 else status, message_of(made))
+        return found
 
+    def _unary(self, name: str, answer: Answer) -> Callable[..., Awaitable[None]]:
+        async def handle(asked: Call, context: Any, _: Principal | None) -> None:
+            request = await asked.read_only(f"{name}Request")
+            await context.write(await answer(request, asked))
 
-async def _answer_all(
-    requests: AsyncIterator[Any], asked: "_Call", responses: "asyncio.Queue[Any]"
-) -> None:
-    async with asyncio.TaskGroup() as group:
-        async for request in requests:
-            group.create_task(_answer_one(request, asked, responses))
-    await responses.put(None)
+        return handle
 
+    async def _stream(self, asked: Call, context: Any, principal: Principal) -> None:
+        with self._place(principal.name):
+            await Stream(asked, context, self._max_bytes).run()
 
-async def _answer_one(request: Any, asked: "_Call", responses: "asyncio.Queue[Any]") -> None:
-    try:
-        body = convert.to_json(request)
-        words = convert.streamed_words(body)
-        if words is None:
-            made = await asked.post(convert.path_of(request, "infer"), body)
-            await responses.put(convert.stream_response(made, is_final=True))
-            return
-        wants_end = convert.wants_empty_end(body)
-        async for event in asked.stream(convert.path_of(request, "generate_stream"), words):
-            whole = convert.from_event(event, request.id)
-            await responses.put(convert.stream_response(whole, is_final=False))
-        if wants_end:
-            await responses.put(convert.empty_end(request))
-    except CallFailed as failed:
-        await responses.put(convert.stream_error(failed.message, request.id))
-    except EngineError as error:
-        await responses.put(convert.stream_error(short_message(error), request.id))
-    except Exception:
-        logger.exception("A gRPC stream could not be answered.")
-        await responses.put(convert.stream_error(opaque_error().message, request.id))
-
-
-class _Call:
-    """Requests to the application for one gRPC call. They end when the call does."""
-
-    def __init__(self, app: ASGIApp, context: Any) -> None:
-        self._app = app
-        self._headers: list[Header] = [
-            (key.encode(), value if isinstance(value, bytes) else value.encode())
-            for key, value in context.invocation_metadata() or ()
-            if key in PASSED_ON
-        ]
-        # As "ipv4:10.0.0.1:4711" or "ipv6:%5B::1%5D:4711"; failed keys are counted by address.
-        self._client = context.peer().partition(":")[2].rpartition(":")[0]
-        self._gone = asyncio.Event()
-
-    def __enter__(self) -> "_Call":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._gone.set()
-
-    async def get(self, path: str) -> tuple[int, Any]:
-        return await self._whole("GET", path, b"")
-
-    async def post(self, path: str, body: Any) -> Any:
-        status, made = await self._whole("POST", path, msgspec.json.encode(body))
-        if status != 200:
-            raise CallFailed(status, _message(made))
-        return made
-
-    async def _whole(self, method: str, path: str, body: bytes) -> tuple[int, Any]:
-        status, parts = 499, []
-
-        async def send(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            else:
-                parts.append(message.get("body", b""))
-
-        scope = scope_of(method, path, len(body), self._headers, self._client)
-        await call(self._app, scope, body, self._gone, send)
-        return status, _decoded(b"".join(parts))
-
-    async def stream(self, path: str, words: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """The events of a stream of `generate_stream`."""
-        body = msgspec.json.encode(words)
-        scope = scope_of("POST", path, len(body), self._headers, self._client)
-        messages: asyncio.Queue[Message | None] = asyncio.Queue(MAX_WAITING)
-
-        async def answer() -> None:
-            await call(self._app, scope, body, self._gone, messages.put)
-            await messages.put(None)
-
-        calling = asyncio.create_task(answer())
-        status, buffered = 499, b""
+    @contextmanager
+    def _place(self, tenant: str) -> Iterator[None]:
+        if self._num_streams[tenant] >= MAX_STREAMS:
+            raise RateLimitError(
+                f"{MAX_STREAMS} streams are open; send the requests on these.", retry_after=1.0
+            )
+        self._num_streams[tenant] += 1
         try:
-            while (message := await messages.get()) is not None:
-                if message["type"] == "http.response.start":
-                    status = message["status"]
-                    continue
-                *events, buffered = (buffered + message.get("body", b"")).split(b"\n\n")
-                if status == 200:
-                    for event in events:
-                        if event.startswith(b"data: "):
-                            yield _checked(msgspec.json.decode(event[len(b"data: ") :]))
-                elif not message.get("more_body"):
-                    raise CallFailed(status, _message(_decoded(buffered)))
+            yield
         finally:
-            calling.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await calling
+            self._num_streams[tenant] -= 1
+            if not self._num_streams[tenant]:
+                del self._num_streams[tenant]
 
 
-def _checked(event: dict[str, Any]) -> dict[str, Any]:
-    if "error" in event:
-        raise CallFailed(500, event["error"])
-    return event
+def _credentials(files: Sequence[Path]) -> Any:
+    """The server's certificate and key, as HTTP has them."""
+    cert, key = (path.expanduser().read_bytes() for path in files)
+    return grpc.ssl_server_credentials([(key, cert)])
 
 
-def _decoded(raw: bytes) -> Any:
-    return msgspec.json.decode(raw) if raw else {}
-
-
-def _message(made: Any) -> str:
-    error = made.get("error", "") if isinstance(made, dict) else ""
-    return str(error) or "The request failed."
-
-
-async def _server_live(request: Any, asked: _Call) -> Any:
+async def _server_live(request: Any, asked: Call) -> Any:
     status, _ = await asked.get("/v2/health/live")
     return CLASSES["ServerLiveResponse"](live=status == 200)
 
 
-async def _server_ready(request: Any, asked: _Call) -> Any:
+async def _server_ready(request: Any, asked: Call) -> Any:
     status, _ = await asked.get("/v2/health/ready")
     return CLASSES["ServerReadyResponse"](ready=status == 200)
 
 
-async def _model_ready(request: Any, asked: _Call) -> Any:
+async def _model_ready(request: Any, asked: Call) -> Any:
     status, made = await asked.get(convert.model_path(request.name, request.version) + "/ready")
     if status not in (200, 404, 503):
-        raise CallFailed(status, _message(made))
+        raise CallFailed(status, message_of(made))
     return CLASSES["ModelReadyResponse"](ready=status == 200)
 
 
-async def _server_metadata(request: Any, asked: _Call) -> Any:
+async def _server_metadata(request: Any, asked: Call) -> Any:
     return CLASSES["ServerMetadataResponse"](**await _found(asked, "/v2"))
 
 
-async def _model_metadata(request: Any, asked: _Call) -> Any:
+async def _model_metadata(request: Any, asked: Call) -> Any:
     found = await _found(asked, convert.model_path(request.name, request.version))
+    if "versions" not in found:  # the name led to another route
+        raise CallFailed(404, "There is no such model.")
     return CLASSES["ModelMetadataResponse"](**found)
 
 
-async def _found(asked: _Call, path: str) -> Any:
+async def _found(asked: Call, path: str) -> Any:
     status, made = await asked.get(path)
     if status != 200:
-        raise CallFailed(status, _message(made))
+        raise CallFailed(status, message_of(made))
     return made
 
 
-async def _model_infer(request: Any, asked: _Call) -> Any:
-    made = await asked.post(convert.path_of(request, "infer"), convert.to_json(request))
-    return convert.from_json(made)
+async def _model_infer(request: Any, asked: Call) -> Any:
+    path = convert.path_of(request, "infer")
+    is_long = request.ByteSize() > INLINE_BYTES
+    body = (
+        await after_other_long_texts(convert.to_json, request)
+        if is_long
+        else convert.to_json(request)
+    )
+    return convert.from_json(await asked.post(path, body))
 
 
-async def _repository_index(request: Any, asked: _Call) -> Any:
+async def _repository_index(request: Any, asked: Call) -> Any:
     found = await asked.post("/v2/repository/index", {})
     if request.ready:
         found = [each for each in found if each["state"] == "READY"]
