@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Sequence
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -60,6 +61,12 @@ class Forks:
         with self._lock:
             socket.send_fds(self._socket, [message.encode()], list(fds))
             return Forked(int(self._socket.recv(32)))
+
+    def listening(self) -> set[str]:
+        """The addresses at which ranks listen."""
+        found = psutil.Process(self._process.pid).children(recursive=True)
+        connections = [each for rank in found for each in rank.net_connections("inet")]
+        return {each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN}
 
     def close(self) -> None:
         self._socket.close()

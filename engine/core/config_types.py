@@ -156,8 +156,8 @@ class NodeSettings(Section):
     """`prefill`: compute prompts for decode nodes; `decode`: fetch these; `both`: all work."""
     min_prefill_tokens: int | None = Field(default=None, ge=1, le=2**24)
     """Prompts with fewer new tokens skip prefill nodes; unset, it is found by measuring."""
-    block_listen: str = Field(default="0.0.0.0:0", pattern=r"^[^\s]+:[0-9]{1,5}$", max_length=256)
-    """HOST:PORT at which a prefill node serves KV blocks to decode nodes; port 0: any free one."""
+    block_listen: str | None = Field(default=None, pattern=r"^[^\s]+:[0-9]{1,5}$", max_length=256)
+    """HOST:PORT of a prefill node's KV blocks; unset, any port of the address it joins from."""
     block_host: str | None = Field(default=None, pattern=r"^[^\s]+$", max_length=256)
     """Host by which decode nodes reach this prefill node; unset, the address that it joins from."""
     block_memory_mb: Megabytes = 512

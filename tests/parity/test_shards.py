@@ -61,6 +61,7 @@ GROUPS = [
     ("gpt2", 1, 2),
     ("gpt2", 4, 1),
 ]
+LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 # A family for each kind of weight that is cut: biases, fused and transposed matrices, tied tables,
 # copied KV heads, experts, shared experts, latent attention, sinks, parallel blocks, windows.
 CUT = [
@@ -162,6 +163,7 @@ def test_ranks_generate_what_one_process_generates(
 ) -> None:
     with ranks(name, tensor, pipeline, forks) as runner:
         found, bits = answers(runner)
+        assert {each for each in forks.listening() if each not in LOOPBACK} == set()
     check_same(found, alone(name))
     if tensor == 2 and pipeline == 1:
         with ranks(name, tensor, pipeline, forks) as runner:
@@ -197,7 +199,7 @@ def test_a_rank_of_another_machine_computes_the_same(
     """
     for name, token in (("right", "0123456789abcdef"), ("wrong", "fedcba9876543210")):
         (tmp_path / name).write_text(token + "\n")
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{free_port('127.0.0.1')}"
     config = replace(
         CONFIG,
         tensor_parallel=tensor,
@@ -222,6 +224,7 @@ def test_a_rank_of_another_machine_computes_the_same(
         runner = open_group(model("gpt2"), config)
         joining.join()
     found, _ = answers(runner)
+    assert {each for each in forks.listening() if each not in LOOPBACK} == set()
     runner.close()
     check_same(found, alone("gpt2"))
 

@@ -6,19 +6,32 @@ import os
 import signal
 import threading
 
+import msgspec
 import pytest
+from msgspec import structs
 
 from engine.core.errors import AuthenticationError, ConflictError, EngineError, UnavailableError
-from engine.core.interfaces.request import AdapterRef, GenerateRequest, Ready, SamplingParams
+from engine.core.interfaces.request import (
+    AdapterRef,
+    CachedPrefixes,
+    ControlReply,
+    Deltas,
+    GenerateRequest,
+    Ready,
+    SamplingParams,
+    TokenDelta,
+)
+from engine.core.interfaces.stats import EngineStats
 from engine.core.prefix_hashes import prompt_hashes
 from engine.routing.nodes import agent as agent_module
 from engine.routing.nodes import manager as manager_module
+from engine.routing.nodes import node as node_module
 from engine.routing.nodes.agent import RefusedError
-from engine.routing.nodes.dial import endpoint_of, read_token
+from engine.routing.nodes.dial import check, endpoint_of, read_token
 from engine.routing.nodes.manager import EJECTED_AFTER_S
 from engine.routing.nodes.pool import LOCAL, NodePool
-from engine.routing.nodes.wire import MAX_UNSENT_BYTES
-from tests.node_cluster import node, routed, until
+from engine.routing.nodes.wire import MAX_UNSENT_BYTES, Beat, Name
+from tests.node_cluster import TOKEN, node, routed, until
 from tests.toy_backend import TEXT, ToyBackend
 
 
@@ -137,6 +150,69 @@ async def test_a_node_that_does_not_read_ends_only_its_own_connection() -> None:
         await until(lambda: full not in server.manager._connected)
         await server.joined("a", "b")
         assert not server.manager._watching.done()
+
+
+HOSTILE = {
+    "deltas of nobody": Deltas(tuple(TokenDelta(f"x{each}", 0, (1,)) for each in range(50_000))),
+    "a choice that is not there": Deltas((TokenDelta("x", 2**40, (1,), finish_reason="stop"),)),
+    "a token that is not there": Deltas((TokenDelta("x", 0, (2**40, -(2**40))),)),
+    "many deltas at once": Deltas((TokenDelta("x", 0, (), num_processed=1),) * 50_000),
+    "too many prefixes": CachedPrefixes(added=tuple(range(node_module.MAX_PREFIXES + 1))),
+    "a reply to nothing": ControlReply(2**40, True, "x" * 1_000_000),
+    "a second hello": None,
+    "stats": Beat(EngineStats(num_free_blocks=-(2**60))),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+async def test_what_a_node_sends_harms_no_request_of_another(kind: str) -> None:
+    """Requests of another node go on. Those of the hostile node end, whatever their answer is."""
+    prompts = [prompt(number, 6) for number in range(8)]
+    expected = await alone(prompts, max_tokens=40)
+    async with routed(NoEngine()) as server, node(server, name="good"), node(server) as bad:
+        await server.joined("good", "node")
+        asked = [asyncio.create_task(server.ask(each, max_tokens=40)) for each in prompts]
+        await until(lambda: len(server.pool._placed) == len(prompts))
+        (session,) = bad._sessions
+        message = HOSTILE[kind] or bad._identity.hello(bad._link.ready, None)
+        placed = dict(server.pool._placed)
+        if isinstance(message, Deltas):
+            aimed = [
+                structs.replace(each, request_id=request_id)
+                for request_id in placed
+                for each in message.deltas[:1000]
+            ]
+            message = Deltas((*message.deltas, *aimed))
+        session.connection.tell(message)
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        for place, answer, right in zip(placed.values(), answers, expected, strict=True):
+            assert place == "node" or answer[0] == right
+        await server.joined("good", "node")  # it may have been dropped, and come back
+
+
+async def test_a_server_asks_a_node_for_nothing_that_concerns_its_machine() -> None:
+    async with routed(NoEngine()) as server, node(server):
+        link = server.pool.engines["node"].link
+        for action in ("load_adapter", "serve_blocks", "log_level"):
+            reply = await link.control(action, "/etc/passwd")
+            assert not reply.ok and "for a server" in reply.message
+        assert (await link.control("flush_cache")).ok
+
+
+async def test_a_node_without_the_token_or_with_odd_names_gets_no_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with routed(NoEngine()) as server:
+        for token in ("", "wrong", "\xff" * 20, "x" * 4000):
+            with pytest.raises(AuthenticationError):
+                await check(endpoint_of(server.url, token))
+        assert not server.manager._connected
+        monkeypatch.setattr(manager_module, "MAX_NODES", 0)
+        refusal = server.manager.takes([(b"authorization", f"Bearer {TOKEN}".encode())])
+        assert refusal is not None and refusal[0].startswith("503")
+    for name in ("x" * 2000, "a\nb", "\x1b[2J"):
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.convert(name, Name)
 
 
 async def test_requests_wait_for_the_first_node() -> None:

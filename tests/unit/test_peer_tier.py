@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from engine.backends.custom.runtime.tiers import block_server, peers
+from engine.backends.custom.runtime.tiers import peers
 from engine.backends.custom.runtime.tiers.base import PeerError
 from engine.backends.custom.runtime.tiers.block_server import BlockServer
 from engine.backends.custom.runtime.tiers.host import HostTier
 from engine.backends.custom.runtime.tiers.peers import PeerTier
 from engine.core.interfaces.handover import BlockSource, Handover, Prefilled
+from engine.core.shards import doorway
 from engine.core.shards import link as link_module
 from engine.routing.nodes.make import certificate_digest
 from tests.toy_engine import ToyEngine
@@ -81,7 +82,7 @@ def fetched(mover: Any) -> tuple[int, int, int]:
 def test_blocks_are_served_after_a_connection_could_not_be_accepted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(block_server, "PAUSE_S", 0.01)
+    monkeypatch.setattr(doorway, "PAUSE_S", 0.01)
     accept, faults = socket.socket.accept, [OSError("too many open files")]
 
     def accept_later(self: socket.socket) -> Any:

@@ -175,7 +175,7 @@ def _peer_options(settings: Settings) -> PeerOptions | None:
     cert, key = ("", "") if files is None else map(str, files)
     return PeerOptions(
         role=nodes.role,
-        listen=nodes.block_listen,
+        listen=nodes.block_listen or "",
         host=nodes.block_host or "",
         cert_file=cert,
         key_file=key,

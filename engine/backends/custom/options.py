@@ -50,7 +50,8 @@ class PeerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """An engine that serves blocks of prompts to others, or fetches them there."""
 
     role: Role
-    listen: str = ""  # HOST:PORT at which a prefill engine serves blocks; port 0: any free one
+    # HOST:PORT at which a prefill engine serves blocks; empty: where its node joins a server from.
+    listen: str = ""
     host: str = ""  # by which others reach it; empty: the address from which its node joined
     cert_file: str = ""  # with `key_file`: blocks are served by TLS
     key_file: str = ""

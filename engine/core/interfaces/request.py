@@ -215,8 +215,9 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
 
 # "report_cache" makes the engine send a `CachedPrefixes` message with all that it has cached, and
 # further ones with the changes.
-# "serve_blocks" makes a prefill engine serve blocks to those who have the token in `value`. The
-# reply has the port.
+# "serve_blocks" makes a prefill engine serve blocks. `value` has the token that others need, and
+# the address of this machine to use if `nodes.block_listen` names none. The reply has the
+# port.
 ControlAction = Literal[
     "flush_cache", "log_level", "snapshot", "report_cache", "load_adapter", "serve_blocks"
 ]

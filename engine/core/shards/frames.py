@@ -28,6 +28,13 @@ _decode_shapes = msgspec.msgpack.Decoder(list[tuple[int, list[int]] | None]).dec
 _encode = msgspec.msgpack.Encoder().encode
 
 
+# What a decoder raises for bytes of any kind. Nested lists reach the limit of recursion.
+_BAD_FRAME = (
+    *(struct.error, msgspec.MsgspecError, IndexError, ValueError),
+    *(OverflowError, RecursionError, TypeError),
+)
+
+
 class FrameError(EngineError):
     """The bytes are no frame."""
 
@@ -71,7 +78,7 @@ def decode_frame(frame: bytearray | bytes) -> tuple[list[Any], list[Array | None
                 dtype, count, shape, place = each
                 array = np.frombuffer(frame, dtype, count, start + place)
                 arrays.append(array.reshape(shape) if len(shape) != 1 else array)
-    except (struct.error, msgspec.MsgspecError, IndexError, ValueError) as error:
+    except _BAD_FRAME as error:
         raise FrameError(f"a frame of {len(frame)} bytes cannot be read: {error}") from error
     return values, arrays
 

@@ -1,15 +1,20 @@
-"""Frames over TCP, for ranks on other machines.
+"""Frames over TCP, for ranks and blocks on other machines.
 
 Both sides first prove that they have the same token, without sending it: each answers the other's
-random number with an HMAC. Until then, frames are short and must arrive soon.
+random number with an HMAC. Until then, frames are short and must arrive soon. From then on each
+frame has an HMAC over its number and its bytes, with a key made of the token and both random
+numbers, one for each direction. So nobody in between can change, repeat, drop or add a frame. By
+TLS, frames have no HMAC, because TLS does the same. Without TLS, frames can be read on their way.
 """
 
 import hashlib
 import hmac
 import secrets
 import socket
+import ssl
 import struct
 import threading
+import time
 from pathlib import Path
 
 from engine.core.build_name import ADVICE
@@ -18,83 +23,117 @@ from engine.core.shards.frames import FrameError, decode_frame, encode_frame
 from engine.core.shards.ring import RingClosedError
 
 _LENGTH = struct.Struct("<Q")
+_SEAL_BYTES = hashlib.sha256().digest_size
 MAX_FRAME_BYTES = 2**31
 _MAX_GREETING_BYTES = 4096
-_GREETING_S = 10.0
+GREETING_S = 10.0  # max duration of a whole greeting
+_MAX_SHOWN = 100  # characters of another build's name in messages
 MIN_TOKEN_BYTES = 16
 # What every build that speaks over a `TcpLink` has in common.
 LINK_FILES = ("core/shards/frames.py", "core/shards/link.py")
 
 
+class _Seal:
+    """Makes the HMACs of the frames of one direction, in their order."""
+
+    def __init__(self, key: bytes) -> None:
+        self._keyed = hmac.new(key, digestmod=hashlib.sha256)
+        self._number = 0
+
+    def next(self, frame: bytes | bytearray) -> bytes:
+        mac = self._keyed.copy()
+        mac.update(_LENGTH.pack(self._number))
+        mac.update(frame)
+        self._number += 1
+        return mac.digest()
+
+
 class TcpLink:
-    """One end of a connection. Several threads may send; one receives."""
+    """One end of a connection. Several threads may send; one receives. `max_bytes` is the max
+    length of a received frame.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._sock = sock
         self._sending = threading.Lock()
-        self._max_bytes = _MAX_GREETING_BYTES
+        self.max_bytes = _MAX_GREETING_BYTES
+        self._deadline: float | None = None
+        self._sent: _Seal | None = None
+        self._received: _Seal | None = None
+        self.peer = str(sock.getpeername()[0])
 
     @property
     def address(self) -> str:
         """This machine's address, as the other side sees it."""
         return str(self._sock.getsockname()[0])
 
-    @property
-    def peer(self) -> str:
-        return str(self._sock.getpeername()[0])
-
     def send(self, frame: bytes) -> None:
         try:
             with self._sending:
-                self._sock.sendall(_LENGTH.pack(len(frame)) + frame)
+                self._await_until_deadline()
+                seal = b"" if self._sent is None else self._sent.next(frame)
+                self._sock.sendall(b"".join((_LENGTH.pack(len(frame)), seal, frame)))
         except OSError as error:
             raise RingClosedError(f"the connection is closed: {error}") from error
 
     def receive(self) -> bytearray:
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
-        if length > self._max_bytes:
+        if length > self.max_bytes:
             raise FrameError(f"a frame of {length} bytes is over the limit")
-        return self._read(length)
+        if self._received is None:
+            return self._read(length)
+        seal, frame = self._read(_SEAL_BYTES), self._read(length)
+        if not hmac.compare_digest(seal, self._received.next(frame)):
+            raise FrameError("a frame was changed on its way")
+        return frame
 
     def close(self) -> None:
         self._sock.close()
 
-    def greet(self, token: bytes, build: str) -> None:
+    def greet(self, token: bytes, build: str, max_bytes: int = MAX_FRAME_BYTES) -> None:
         """The engine's side: let the other side prove that it has the token. `build` is the name
         of this build, which must be the other side's too.
         """
-        self._sock.settimeout(_GREETING_S)
+        self._deadline = time.monotonic() + GREETING_S
         ours = secrets.token_hex(16)
         self.send(encode_frame([build, ours]))
         their_build, theirs, proof = self._strings(3)
-        if not hmac.compare_digest(proof, _proof(token, "join", ours, theirs)):
+        if not _is_same(proof, _proof(token, "join", ours, theirs)):
             self._refuse("its token is wrong")
         if their_build != build:
-            self._refuse(f"it runs engine {their_build}, and this engine is {build}; {ADVICE}")
+            told = their_build[:_MAX_SHOWN]
+            self._refuse(f"it runs engine {told}, and this engine is {build}; {ADVICE}")
         self.send(encode_frame(["", _proof(token, "lead", theirs, ours)]))
-        self._trust()
+        self._trust(token, ours, theirs, is_lead=True)
+        self.max_bytes = max_bytes
 
     def join(self, token: bytes, build: str) -> None:
         """The rank's side: prove that it has the token, and let the engine prove it too."""
-        self._sock.settimeout(_GREETING_S)
+        self._deadline = time.monotonic() + GREETING_S
         _, theirs = self._strings(2)
         ours = secrets.token_hex(16)
         self.send(encode_frame([build, ours, _proof(token, "join", theirs, ours)]))
         refusal, proof = self._strings(2)
         if refusal:
             raise ConfigError(f"the engine refused this connection: {refusal}")
-        if not hmac.compare_digest(proof, _proof(token, "lead", ours, theirs)):
+        if not _is_same(proof, _proof(token, "lead", ours, theirs)):
             raise ConfigError("the engine has another token; check --token-file")
-        self._trust()
+        self._trust(token, theirs, ours, is_lead=False)
+        self.max_bytes = MAX_FRAME_BYTES
 
     def _refuse(self, reason: str) -> None:
         self.send(encode_frame([reason, ""]))
         raise ConfigError(f"the connection from {self.peer} was refused: {reason}")
 
-    def _trust(self) -> None:
+    def _trust(self, token: bytes, leads: str, joins: str, *, is_lead: bool) -> None:
+        self._deadline = None
         self._sock.settimeout(None)
-        self._max_bytes = MAX_FRAME_BYTES
+        if isinstance(self._sock, ssl.SSLSocket):
+            return
+        keys = [_proof(token, f"frames of {role}", leads, joins) for role in ("lead", "join")]
+        own, other = keys if is_lead else keys[::-1]
+        self._sent, self._received = _Seal(own.encode()), _Seal(other.encode())
 
     def _strings(self, count: int) -> list[str]:
         values, _ = decode_frame(self.receive())
@@ -107,6 +146,7 @@ class TcpLink:
         view, done = memoryview(buffer), 0
         while done < length:
             try:
+                self._await_until_deadline()
                 count = self._sock.recv_into(view[done:])
             except OSError as error:
                 raise RingClosedError(f"the connection is closed: {error}") from error
@@ -114,6 +154,17 @@ class TcpLink:
                 raise RingClosedError("the other side closed the connection")
             done += count
         return buffer
+
+    def _await_until_deadline(self) -> None:
+        """Let the next call wait only for what is left of the greeting, so that a side that sends
+        byte by byte gets no more time than others.
+        """
+        if self._deadline is None:
+            return
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the greeting took too long")
+        self._sock.settimeout(left)
 
 
 def read_token(path: Path) -> bytes:
@@ -144,3 +195,7 @@ def split_address(address: str) -> tuple[str, int]:
 def _proof(token: bytes, role: str, first: str, second: str) -> str:
     message = f"{role} {first} {second}".encode()
     return hmac.new(token, message, hashlib.sha256).hexdigest()
+
+
+def _is_same(given: str, expected: str) -> bool:
+    return hmac.compare_digest(given.encode(), expected.encode())

@@ -15,7 +15,7 @@ import msgspec
 
 from engine.backends.custom.frontend.engine_link import EngineLink
 from engine.backends.custom.frontend.survival import Engine
-from engine.core.errors import EngineError, UnavailableError
+from engine.core.errors import EngineError, ForbiddenError, UnavailableError
 from engine.core.interfaces.handover import BlockSource, Role
 from engine.core.interfaces.request import (
     Abort,
@@ -50,6 +50,9 @@ READY_POLL_S = 0.05
 STATS_S = 0.5
 # Clocks of two machines that differ by less are taken as one clock.
 MIN_SHIFT_S = 0.05
+# What a server may ask of a node's engine. The others concern this machine's files and peers.
+SERVER_CONTROLS = frozenset({"flush_cache", "report_cache", "snapshot"})
+MAX_CONTROLS = 64  # of one server at once
 
 
 class RefusedError(EngineError):
@@ -155,6 +158,8 @@ class Session:
             if message.choice is None:
                 self._requests.pop(message.request_id, None)
         elif isinstance(message, Control):
+            if len(self._controls) >= MAX_CONTROLS:
+                raise ForbiddenError("The server asks for too much at once.")
             task = self._loop.create_task(self._control(message))
             self._controls.add(task)
             task.add_done_callback(self._controls.discard)
@@ -180,6 +185,8 @@ class Session:
 
     async def _control(self, control: Control) -> None:
         try:
+            if control.action not in SERVER_CONTROLS:
+                raise ForbiddenError(f"A node does no {control.action} for a server.")
             reply = await self.link.control(control.action, control.value)
         except EngineError as error:
             reply = ControlReply(control.control_id, False, error.message)
@@ -295,7 +302,7 @@ class NodeAgent:
             session.drop()
             raise UnavailableError("The engine of this node is being restarted.")
         try:
-            session.connection.send(self._identity.hello(ready, await self._block_port()))
+            session.connection.send(self._identity.hello(ready, await self._block_port(session)))
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 await session.welcomed
         except BaseException:
@@ -304,11 +311,13 @@ class NodeAgent:
         self._sessions.add(session)
         return session
 
-    async def _block_port(self) -> int | None:
+    async def _block_port(self, session: Session) -> int | None:
         """Let the engine serve its blocks, if this is a prefill node. Returns the port."""
         if self._identity.role != "prefill":
             return None
-        reply = await self._link.control("serve_blocks", self._identity.block_token)
+        own = session.connection.transport.get_extra_info("sockname")[0]
+        value = f"{self._identity.block_token} {self._identity.block_host or own}"
+        reply = await self._link.control("serve_blocks", value)
         if not reply.ok:
             raise RefusedError(reply.message)
         return int(reply.message)

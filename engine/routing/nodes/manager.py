@@ -49,6 +49,8 @@ Upgrade = Callable[[Sequence[tuple[bytes, bytes]], asyncio.Transport], None]
 
 EJECTED_AFTER_S = 0.7  # a node that was silent for this long gets no new requests
 ROUTER_BEAT_S = 1.0
+MAX_NODES = 1024  # connections of nodes, also those that have not said hello yet
+MAX_SHOWN = 100  # characters of a node's build in messages
 # If this process itself was held up for this long, it can't tell which nodes were silent.
 HELD_UP_S = 0.5
 
@@ -99,7 +101,10 @@ class NodeManager:
         token = given.get(b"authorization", b"").removeprefix(b"Bearer ").strip()
         if not hmac.compare_digest(hashlib.sha256(token).digest(), self._token):
             return "401 Unauthorized", "The node token is wrong."
-        build = given.get(BUILD_HEADER.encode(), b"of an unknown build").decode("ascii", "replace")
+        if len(self._connected) >= MAX_NODES:
+            return "503 Service Unavailable", f"The server has {MAX_NODES} nodes already."
+        found = given.get(BUILD_HEADER.encode(), b"of an unknown build")
+        build = found[:MAX_SHOWN].decode("ascii", "replace")
         if build != node_build():
             message = f"The node runs engine {build}, and the server {node_build()}; {ADVICE}."
             return "409 Conflict", message

@@ -20,6 +20,8 @@ from engine.routing.nodes.wire import Beat, Connection, FromNode, Hello, Leaving
 
 log = logging.getLogger(__name__)
 
+MAX_PREFIXES = 2**20  # that a node may report: 64 million tokens
+
 
 class NodeRefusedError(ConflictError):
     """A node can't join. The message says why."""
@@ -97,7 +99,13 @@ class Node:
             self.pool.drain(self.engine)
         else:
             assert isinstance(message, Deltas | CachedPrefixes | ControlReply)
+            if isinstance(message, CachedPrefixes):
+                self._count(self.pool.router.table.count(self.engine.number), message)
             self.client.on_message(message)
+
+    def _count(self, num_known: int, news: CachedPrefixes) -> None:
+        if len(news.added) + (0 if news.is_all else num_known) > MAX_PREFIXES:
+            raise NodeRefusedError(f"a node has at most {MAX_PREFIXES} cached prefixes")
 
     def _lost(self) -> None:
         self._manager.dropped(self)

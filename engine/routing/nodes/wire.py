@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar, cast
+from typing import Annotated, Any, Generic, TypeVar, cast
 
 import msgspec
 
@@ -41,14 +41,18 @@ HELLO_TIMEOUT_S = 5.0
 MAX_UNSENT_BYTES = 64 * 2**20
 
 
+# Names are shown to people: they have no control characters.
+Name = Annotated[str, msgspec.Meta(max_length=1024, pattern=r"^[^\x00-\x1f\x7f]*$")]
+
+
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     """The first message of a node, when its engine is loaded."""
 
-    node_id: str  # random; the same for all connections of one `engine node join`
-    name: str
-    model: str  # the digest of the model's files
-    model_name: str  # for people
-    fingerprint: str  # equal for engines in which a request has the same result
+    node_id: Name  # random; the same for all connections of one `engine node join`
+    name: Name
+    model: Name  # the digest of the model's files
+    model_name: Name  # for people
+    fingerprint: Name  # equal for engines in which a request has the same result
     ready: Ready
     role: Role = "both"
     # Where a prefill node serves its blocks. An empty host is the address that it joins from.

@@ -215,10 +215,9 @@ class OpenRequests:
         """Pass deltas on to their receivers. A receiver gets all its deltas in one call, so that it
         can merge those of several steps.
         """
-        arrived: dict[str, tuple[TokenDelta, ...]] = {}
+        arrived: dict[str, list[TokenDelta]] = {}
         for delta in deltas:
-            earlier = arrived.get(delta.request_id)
-            arrived[delta.request_id] = (delta,) if earlier is None else (*earlier, delta)
+            arrived.setdefault(delta.request_id, []).append(delta)
         for request_id, own in arrived.items():
             # Deltas that arrive after their request has ended have no receiver.
             opened = self._requests.get(request_id)

@@ -30,8 +30,12 @@ def _serve_blocks(kv: "KVCache", message: Control) -> ControlReply:
     server = None if kv.tiers is None else kv.tiers.block_server
     if server is None:
         return ControlReply(message.control_id, False, NO_BLOCKS)
+    token, _, host = message.value.partition(" ")
     try:
-        return ControlReply(message.control_id, True, str(server.serve(message.value)))
+        return ControlReply(message.control_id, True, str(server.serve(token, host)))
     except OSError as error:
-        reason = f"nodes.block_listen: {server.address} can't be used: {error.strerror or error}"
+        reason = (
+            f"blocks can't be served at {host}: {error.strerror or error}; set nodes.block_listen"
+            " to an address of this machine"
+        )
         return ControlReply(message.control_id, False, reason)

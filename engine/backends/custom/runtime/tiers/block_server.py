@@ -1,7 +1,9 @@
 """Serves the blocks of prompts that this engine has computed to the engines that go on with them.
 
-A connection is a thread. It is closed unless the other side proves that it has the token. Blocks
-are read from the tier `outgoing`, so the engine loop is not asked.
+A connection has a thread and a place among `MAX_CONNECTIONS` once the other side has proved that it
+has the token (`core/shards/doorway.py`). Blocks are read from the tier `outgoing`, so the engine
+loop is not asked. A block is found by its name alone, which is a hash over its tokens and its
+tenant's salt. No question lists names, so an engine can ask only for prompts that it was given.
 """
 
 import logging
@@ -10,13 +12,13 @@ import ssl
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 
 import numpy as np
 
 from engine.backends.custom.runtime.tiers.host import HostTier
 from engine.backends.custom.runtime.tiers.peers import block_build
 from engine.core.errors import EngineError
+from engine.core.shards.doorway import Doorway, hang_up
 from engine.core.shards.frames import FrameError, decode_frame, encode_frame
 from engine.core.shards.link import TcpLink, split_address
 from engine.core.shards.ring import RingClosedError
@@ -24,15 +26,18 @@ from engine.core.shards.ring import RingClosedError
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 256
-GREETING_S = 10.0
+MAX_QUESTION_BYTES = 16 * 2**20
+MAX_NAMES = 2**17
+UNREAD_S = 30.0  # a connection whose other side reads nothing for this long is closed
 # A block that is asked for may still be on its way to the tier. This is the max wait for it.
 STORED_S = 1.0
 POLL_S = 0.002
-PAUSE_S = 1.0  # after a connection could not be accepted
 
 
 class BlockServer:
-    """`is_storing` says whether blocks are on their way to the tier."""
+    """`listen` is the address at which blocks are served. If it is empty, `serve` names the host.
+    `is_storing` says whether blocks are on their way to the tier.
+    """
 
     def __init__(
         self,
@@ -41,76 +46,69 @@ class BlockServer:
         is_storing: Callable[[], bool],
         files: tuple[str, str] | None = None,
     ) -> None:
-        self.address = listen
+        self._listen = listen
         self._tier = tier
         self._is_storing = is_storing
         self._tls: ssl.SSLContext | None = None
         if files is not None:
             self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             self._tls.load_cert_chain(*files)
-        self._token = b""
-        self._listening: socket.socket | None = None
+        self._doorways: dict[tuple[str, int], Doorway] = {}
+        self._lock = threading.Lock()
         self._open: set[socket.socket] = set()
-        self._is_closed = False
 
-    def serve(self, token: str) -> int:
+    def serve(self, token: str, host: str = "127.0.0.1") -> int:
         """Serve those who have the token, from now on. Returns the port."""
-        self._token = token.encode()
-        if self._listening is None:
-            self._listening = socket.create_server(split_address(self.address))
-            threading.Thread(target=self._accept, name="block-server", daemon=True).start()
-        port: int = self._listening.getsockname()[1]
-        return port
+        address = split_address(self._listen) if self._listen else (host, 0)
+        if address not in self._doorways:
+            self._doorways[address] = Doorway(
+                address,
+                token.encode(),
+                block_build(),
+                self._talk,
+                "blocks",
+                self._tls,
+                MAX_QUESTION_BYTES,
+            )
+        for doorway in self._doorways.values():
+            doorway.token = token.encode()
+        return self._doorways[address].port
 
     def close(self) -> None:
-        self._is_closed = True
-        for sock in (self._listening, *list(self._open)):
-            if sock is not None:
-                with suppress(OSError):  # it was not connected
-                    sock.shutdown(socket.SHUT_RDWR)  # ends calls of other threads
-                sock.close()
+        for doorway in self._doorways.values():
+            doorway.close()
+        with self._lock:
+            for sock in self._open:
+                hang_up(sock)
 
-    def _accept(self) -> None:
-        assert self._listening is not None
-        while True:
-            try:
-                sock, _ = self._listening.accept()
-            except OSError as error:
-                if self._is_closed:
-                    return
-                log.warning("no connection for blocks can be accepted: %s", error)
-                time.sleep(PAUSE_S)  # there may be too many open files
-                continue
-            if len(self._open) >= MAX_CONNECTIONS:
-                sock.close()
-                continue
-            self._open.add(sock)
-            threading.Thread(target=self._talk, args=(sock,), daemon=True).start()
-
-    def _talk(self, sock: socket.socket) -> None:
-        wrapped = sock
+    def _talk(self, link: TcpLink, sock: socket.socket) -> None:
+        with self._lock:
+            has_place = len(self._open) < MAX_CONNECTIONS
+            if has_place:
+                self._open.add(sock)
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            sock.settimeout(GREETING_S)
-            if self._tls is not None:
-                wrapped = self._tls.wrap_socket(sock, server_side=True)
-            link = TcpLink(wrapped)
-            link.greet(self._token, block_build())
-            while True:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * UNREAD_S))
+            while has_place:
                 self._answer(link)
         except RingClosedError:
             pass  # the other side is gone
         except (OSError, EngineError) as error:
-            log.warning("a connection for blocks was closed: %s", error)
+            log.warning("a connection for blocks from %s was closed: %s", link.peer, error)
         finally:
-            wrapped.close()
-            self._open.discard(sock)
+            with self._lock:
+                self._open.discard(sock)
+            sock.close()
 
     def _answer(self, link: TcpLink) -> None:
         values, _ = decode_frame(link.receive())
-        if len(values) != 2 or not isinstance(values[1], list):
+        if len(values) != 2 or values[0] not in ("find", "load"):
             raise FrameError("this is no question for blocks")
         what, names = values
+        if not isinstance(names, list) or len(names) > MAX_NAMES:
+            raise FrameError("this is no question for blocks")
+        if not all(isinstance(each, str) for each in names):
+            raise FrameError("a name of a block is a string")
         if what == "find":
             link.send(encode_frame([self._find(names)]))
             return

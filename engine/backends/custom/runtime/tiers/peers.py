@@ -24,6 +24,7 @@ from engine.core.shards.link import LINK_FILES, TcpLink
 
 CONNECT_S = 2.0
 ANSWER_S = 2.0  # max wait for bytes of an answer
+MAX_ANSWER_BYTES = 2**18  # of an answer without a block
 MAX_EXPECTED = 2**17
 MAX_CONNECTIONS = 64
 _TIERS = "backends/custom/runtime/tiers"
@@ -93,6 +94,7 @@ class PeerTier:
             return [False] * len(names)
         asked = [name for name in names if self._source_of(name) == source]
         with self._talking(source) as link:
+            link.max_bytes = MAX_ANSWER_BYTES
             link.send(encode_frame(["find", asked]))
             (answers,), _ = decode_frame(link.receive())
             has = {name for name, is_there in zip(asked, answers, strict=True) if is_there}
@@ -105,11 +107,14 @@ class PeerTier:
             return [Loaded.MISSING] * len(names)
         results = []
         with self._talking(source) as link:
+            link.max_bytes = wanted.shape.record_bytes + MAX_ANSWER_BYTES
             link.send(encode_frame(["load", names]))
             for index in range(len(names)):
                 _, (header, payload) = decode_frame(link.receive())
                 if header is None or payload is None:
                     results.append(Loaded.MISSING)
+                elif payload.nbytes != rows[index].nbytes:
+                    results.append(Loaded.BAD)
                 elif wanted.is_valid(index, header.tobytes(), payload.data):
                     rows[index] = payload
                     results.append(Loaded.OK)

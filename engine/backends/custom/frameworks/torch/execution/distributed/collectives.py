@@ -4,7 +4,9 @@ Sums are added in the order of the ranks, in float32. So all ranks get the same 
 second run. An all-reduce of the library may add in any order.
 """
 
+import socket
 from datetime import timedelta
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -29,7 +31,7 @@ class Ranks:
             return
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            init_method=store,
+            store=_open_store(store, rank, layout.num_ranks),
             rank=rank,
             world_size=layout.num_ranks,
             timeout=TIMEOUT,
@@ -83,3 +85,26 @@ class Ranks:
     def close(self) -> None:
         if self.layout.num_ranks > 1:
             dist.destroy_process_group()
+
+
+def _open_store(url: str, rank: int, num_ranks: int) -> dist.Store:
+    """Where the ranks find each other. A file serves ranks of one machine. For others rank 0
+    listens, at the address in the URL only: the library itself would listen at all of them.
+    """
+    parts = urlsplit(url)
+    if parts.scheme == "file":
+        return dist.FileStore(parts.path, num_ranks)
+    assert parts.hostname is not None and parts.port is not None
+    place = parts.hostname, parts.port
+    if rank != 0:
+        return dist.TCPStore(*place, num_ranks, is_master=False, timeout=TIMEOUT)
+    family = socket.AF_INET6 if ":" in parts.hostname else socket.AF_INET
+    listening = socket.create_server(place, family=family)
+    return dist.TCPStore(
+        *place,
+        num_ranks,
+        is_master=True,
+        timeout=TIMEOUT,
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )

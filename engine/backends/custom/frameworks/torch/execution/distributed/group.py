@@ -49,6 +49,7 @@ class RankSetup(msgspec.Struct, frozen=True):
     config: RunnerConfig
     layout: ShardLayout
     store: str  # the URL by which the ranks find each other
+    host: str  # the address at which the other ranks reach those of the engine's machine
     log_level: str
     log_format: str
 
@@ -107,11 +108,12 @@ class RankGroup:
         self._send_setup(model, config)
 
     def _send_setup(self, model: Path, config: RunnerConfig) -> None:
-        store = f"file://{self._folder.name}/store"
+        host, store = "127.0.0.1", f"file://{self._folder.name}/store"
         if self._remote:
-            store = f"tcp://{self._remote[0].link.address}:{free_port()}"
+            host = self._remote[0].link.address
+            store = f"tcp://{f'[{host}]' if ':' in host else host}:{free_port(host)}"
         own = replace(config, shard_token="")
-        setup = RankSetup(str(model), own, self.layout, store, *current_setup())
+        setup = RankSetup(str(model), own, self.layout, store, host, *current_setup())
         self.send(["setup", 0, msgspec.to_builtins(setup)])
 
     @property

@@ -24,7 +24,10 @@ from engine.backends.custom.frameworks.torch.execution.build import (
 from engine.backends.custom.frameworks.torch.execution.distributed.collectives import Ranks
 from engine.backends.custom.frameworks.torch.execution.distributed.group import RankSetup
 from engine.backends.custom.frameworks.torch.execution.distributed.model_shard import ModelShard
-from engine.backends.custom.frameworks.torch.execution.distributed.remote import shard_build
+from engine.backends.custom.frameworks.torch.execution.distributed.remote import (
+    shard_build,
+    use_interface,
+)
 from engine.backends.custom.frameworks.torch.execution.runner import TorchRunner
 from engine.backends.custom.frameworks.torch.execution.sampling_runner import StepHandle
 from engine.backends.custom.ipc.heartbeat import TICK_S, Heartbeat
@@ -46,14 +49,20 @@ from engine.core.shards.ring import RingClosedError, RingReader, RingWriter
 log = logging.getLogger("engine.backends.custom.frameworks.torch.execution.distributed.rank")
 
 PAUSE_S = 0.5
+LOOPBACK = "127.0.0.1"
 CONNECT_S = 10.0
 _NO_ROWS = np.zeros(0, np.int32)
 
 
-def load_shard(setup: RankSetup, rank: int, device: str) -> tuple[TorchRunner, Ranks]:
-    """Load this rank's cut of the model, and connect it with the other ranks."""
+def load_shard(
+    setup: RankSetup, rank: int, device: str, own_address: str = LOOPBACK
+) -> tuple[TorchRunner, Ranks]:
+    """Load this rank's cut of the model, and connect it with the other ranks, which reach it at
+    `own_address`.
+    """
     source = open_model(Path(setup.model_path))
     place = torch_device(device)
+    use_interface(own_address)
     ranks = Ranks(setup.layout, rank, place, setup.store)
     shard = ModelShard.of(source.config, source.weights, setup.layout, rank, place)
     runner = local_runner(source, replace(setup.config, device=device), (shard, ranks))
@@ -137,10 +146,13 @@ class RankLoop:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank on another machine finds its model, and its device. Empty: as in the setup."""
+    """Where a rank on another machine finds its model, its device, and its address. An empty model
+    or device is that of the setup.
+    """
 
     model: str
     device: str
+    address: str
 
 
 def serve_rank(
@@ -164,7 +176,8 @@ def serve_rank(
         if place is not None:
             device = place.device or setup.config.device.partition(":")[0]
             setup = msgspec.structs.replace(setup, model_path=place.model or setup.model_path)
-        runner, ranks = load_shard(setup, rank, device)
+        own_address = setup.host if place is None else place.address
+        runner, ranks = load_shard(setup, rank, device, own_address)
         send(["ready", 0, msgspec.to_builtins(runner.spec)])
         RankLoop(runner, ranks, setup.layout, send).run(receive)
         ranks.close()
@@ -204,7 +217,7 @@ def join(address: str, token: bytes, model: str, device: str) -> int:
         raise ModelError(f"there is no engine at {address}: {error}") from error
     print(f"rank {rank} of the engine at {address}", file=sys.stderr, flush=True)
     keep_ticking(partial(link.send, encode_frame(["tick"])))
-    return serve_rank(rank, link.receive, link.send, Place(model, device))
+    return serve_rank(rank, link.receive, link.send, Place(model, device, link.address))
 
 
 def keep_ticking(tick: Callable[[], None]) -> None:
