@@ -7,7 +7,9 @@ import time
 from collections.abc import Iterator
 
 import pytest
+import redis
 
+from engine.backends.custom.runtime.tiers.mover import Mover
 from engine.backends.custom.runtime.tiers.redis_tier import (
     INDEX,
     PREFIX,
@@ -48,6 +50,32 @@ def test_another_replica_continues_from_the_blocks(url) -> None:
     again = answer(second, "b")
     assert (again.tokens, again.num_cached) == (told.tokens, 16)
     assert mover.tiers[0].num_hits == 8
+
+
+def test_the_first_request_of_a_server_finds_its_prefix(url, monkeypatch) -> None:
+    """The connection is open by then: a request does not wait for a slow one."""
+    first, _ = tiered_engine(redis_tier(url))
+    told = answer(first, "a")
+    second, mover = tiered_engine(redis_tier(url))
+    mover.reach_tiers()
+
+    def fail(self) -> None:
+        raise redis.ConnectionError("too late")
+
+    monkeypatch.setattr(redis.UnixDomainSocketConnection, "_connect", fail)
+    again = answer(second, "b")
+    assert (again.tokens, again.num_cached) == (told.tokens, 16)
+
+
+def test_a_mover_reaches_its_tiers_when_it_starts(url, server) -> None:
+    def num_clients() -> int:
+        return len(server.client().client_list())
+
+    before = num_clients()
+    _, mover = tiered_engine(redis_tier(url), make_mover=Mover)
+    mover.start()
+    assert num_clients() > before
+    mover.close()
 
 
 def test_a_full_tier_evicts_and_counts(url, server) -> None:

@@ -66,10 +66,19 @@ class Mover:
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
+        self.reach_tiers()
         for name, run in (("tier-reader", self._run_reader), ("tier-writer", self._run_writer)):
             thread = threading.Thread(target=run, name=name, daemon=True)
             thread.start()
             self._threads.append(thread)
+
+    def reach_tiers(self) -> None:
+        """Ask each tier once, so that those which need a connection have it before the first
+        request. A request does not wait as long as it may take to open one.
+        """
+        for tier in self.tiers:
+            with tier.reading():
+                tier.tier.find([record_name(self._shapes["full"], b"")])
 
     @property
     def has_readable(self) -> bool:

@@ -26,8 +26,9 @@ EVICT_AT_ONCE = 64
 
 
 def connect(url: str) -> Any:
-    """A client of the Redis server. It connects with the first call, and never tries a call
-    again. Raises `ConfigError` if the URL or the library can't be used.
+    """A client of the Redis server. It connects with the first call, which the mover makes before
+    the engine is ready, and never tries a call again. Raises `ConfigError` if the URL or the
+    library can't be used.
     """
     try:
         import redis  # imported late: few engines use Redis
