@@ -148,6 +148,8 @@ def _key_problems(
 
 def _setting_problems(variables: Mapping[str, str]) -> Iterator[str]:
     for name in variables:
+        if not name.startswith("LLM_ENGINE_"):
+            continue
         section, _, field = name.removeprefix("LLM_ENGINE_").lower().partition("__")
         if section not in SECTIONS or field not in type(getattr(Settings(), section)).model_fields:
             yield f"there is no setting {name}"
@@ -183,6 +185,7 @@ def _reference_problems(manifest: Manifest, manifests: Sequence[Manifest]) -> It
     elif kind == "NetworkPolicy":
         ports = [port["port"] for rule in spec["ingress"] for port in rule["ports"]]
         yield from _port_problems(spec["podSelector"]["matchLabels"], ports, manifests)
+        yield from _policy_problems(spec, manifests)
     elif kind in ("PodDisruptionBudget", "InferencePool"):
         yield from _port_problems(spec["selector"]["matchLabels"], [], manifests)
     elif kind == "HorizontalPodAutoscaler":
@@ -203,8 +206,58 @@ def _reference_problems(manifest: Manifest, manifests: Sequence[Manifest]) -> It
         for endpoint in spec["endpoints"]:
             if endpoint["port"] not in ports_of_services:
                 yield f"no service has the port {endpoint['port']}"
+            yield from _endpoint_problems(endpoint, manifests)
     elif kind == "ConfigMap":
         yield from _toml_problems(manifest["data"]["engine.toml"], manifests)
+
+
+def _policy_problems(spec: Manifest, manifests: Sequence[Manifest]) -> Iterator[str]:
+    """Who must get through: clients of gRPC, the router, Prometheus of another namespace, and if
+    what goes out is limited, requests for names and those of the router.
+    """
+    peers = [each for rule in spec["ingress"] for each in rule["from"]]
+    ports = {port["port"] for rule in spec["ingress"] for port in rule["ports"]}
+    if any("grpc" in known for _, known in _pods(manifests)) and "grpc" not in ports:
+        yield "it keeps out gRPC"
+    kinds = {each["kind"] for each in manifests}
+    if "ServiceMonitor" in kinds and not any(_is_monitoring(each) for each in peers):
+        yield "it keeps out Prometheus"
+    chosen = [each["podSelector"].get("matchLabels", {}) for each in peers if "podSelector" in each]
+    for labels, _ in _pods(manifests):
+        is_router = labels["app.kubernetes.io/component"] == "router"
+        if is_router and not any(_matches(each, labels) for each in chosen):
+            yield "it keeps out the router"
+    if ("Egress" in spec["policyTypes"]) is not ("egress" in spec):
+        yield "its kinds are not those of its rules"
+    if "egress" in spec:
+        names = {port["port"] for rule in spec["egress"] for port in rule.get("ports", ())}
+        if 53 not in names:
+            yield "its pods can't look up names"
+
+
+def _is_monitoring(peer: Manifest) -> bool:
+    labels = peer.get("namespaceSelector", {}).get("matchLabels", {})
+    return bool(labels.get("kubernetes.io/metadata.name") == "monitoring")
+
+
+def _endpoint_problems(endpoint: Manifest, manifests: Sequence[Manifest]) -> Iterator[str]:
+    """How Prometheus reads metrics: by TLS if the servers speak it, and with what they accept."""
+    names = {
+        each["name"]
+        for workload in manifests
+        if workload["kind"] in WORKLOADS
+        for each in workload["spec"]["template"]["spec"]["containers"][0]["env"]
+    }
+    speaks_tls = _setting("tls_cert_file") in names
+    if speaks_tls is not (endpoint.get("scheme") == "https"):
+        yield f"it speaks {endpoint.get('scheme', 'http')}, and the servers do not"
+    if speaks_tls and not endpoint.get("tlsConfig", {}).get("serverName"):
+        yield "it knows no name of the certificate, and asks addresses"
+    key = endpoint.get("authorization", {}).get("credentials", {}).get("key")
+    token = "LLM_ENGINE_METRICS__TOKEN_FILE"
+    expected = "metrics_token" if token in names else "api_key"
+    if _setting("api_key_file") in names and key != expected:
+        yield f"it sends {key}, and the servers want {expected}"
 
 
 def _port_problems(

@@ -46,6 +46,12 @@ MISTAKES = {
     "a metric that is not there": (VALUES, "num_requests_waiting", "num_request_waiting"),
     "a monitor of an unknown port": (ACCESS, "- port: http", "- port: metrics"),
     "a policy for an unknown port": (ACCESS, "port: http}", "port: https}"),
+    "a policy that keeps out Prometheus": (VALUES, "metadata.name: monitoring}", "name: mon}"),
+    "a policy that keeps out the router": (ACCESS, '"component" "router")', '"component" "r")'),
+    "a policy that keeps out gRPC": (ACCESS, "port: grpc}", "port: http}"),
+    "a policy without names": (ACCESS, "port: 53}", "port: 443}"),
+    "a monitor without TLS": (ACCESS, "scheme: https", "scheme: http"),
+    "a monitor with another key": (ACCESS, '"metrics_token" "api_key"', '"admin_key" "api_key"'),
     "a secret without the key": (ACCESS, "  api_key:", "  apikey:"),
     "a route to no service": (ROUTER, ':{{ $.Values.service.port }}/v1"', ':8080/v1"'),
     "an open block": (MODELS, "{{- range $model.args }}", "{{- range $model.args"),
@@ -54,13 +60,19 @@ MISTAKES = {
 }
 # Mistakes that other values than autoscaled.yaml show.
 SHOWN_BY = {
+    "a policy that keeps out Prometheus": "guarded.yaml",
+    "a policy that keeps out the router": "guarded.yaml",
+    "a policy that keeps out gRPC": "guarded.yaml",
+    "a policy without names": "guarded.yaml",
+    "a monitor without TLS": "guarded.yaml",
+    "a monitor with another key": "guarded.yaml",
     "a secret without the key": "statefulset.yaml",
     "a route to no service": "several-models.yaml",
 }
 
 
 def test_every_set_of_values_is_right_on_every_version() -> None:
-    assert len(helm.VALUES) == 7
+    assert len(helm.VALUES) == 8
     for path, made in zip(
         helm.VALUES, helm.render([helm.job(each) for each in helm.VALUES]), strict=True
     ):

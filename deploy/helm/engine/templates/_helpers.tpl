@@ -28,6 +28,33 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{- end -}}
 {{- end }}
 
+{{- define "engine.scheme" -}}
+{{- ternary "https" "http" (ne .Values.tls.existingSecret "") -}}
+{{- end }}
+
+{{/* The volumes and mounts of keys and of the certificate. */}}
+{{- define "engine.secretMounts" -}}
+{{- if include "engine.secret" . }}
+- {name: keys, mountPath: /etc/engine/keys, readOnly: true}
+{{- end }}
+{{- if .Values.tls.existingSecret }}
+- {name: tls, mountPath: /etc/engine/tls, readOnly: true}
+{{- end }}
+{{- end }}
+
+{{- define "engine.secretVolumes" -}}
+{{- if include "engine.secret" . }}
+- {name: keys, secret: {secretName: {{ include "engine.secret" . }}, defaultMode: 0440}}
+{{- end }}
+{{- with .Values.tls.existingSecret }}
+- {name: tls, secret: {secretName: {{ . }}, defaultMode: 0440}}
+{{- end }}
+{{- end }}
+
+{{- define "engine.hasMetricsToken" -}}
+{{- ternary .Values.auth.metricsTokenInSecret (ne .Values.auth.metricsToken "") (ne .Values.auth.existingSecret "") -}}
+{{- end }}
+
 {{/* What the containers of models and of the router share. */}}
 {{- define "engine.pod" -}}
 automountServiceAccountToken: false
@@ -92,10 +119,17 @@ lifecycle:
 {{- if or .root.Values.auth.existingSecret .root.Values.auth.adminKey }}
 - {name: LLM_ENGINE_SERVER__ADMIN_KEY_FILE, value: /etc/engine/keys/admin_key}
 {{- end }}
+{{- if eq (include "engine.hasMetricsToken" .root) "true" }}
+- {name: LLM_ENGINE_METRICS__TOKEN_FILE, value: /etc/engine/keys/metrics_token}
+{{- end }}
 {{- else if .root.Values.auth.insecureNoAuth }}
 - {name: LLM_ENGINE_SERVER__INSECURE_NO_AUTH, value: "true"}
 {{- else }}
 {{- fail "set auth.existingSecret or auth.apiKey, or auth.insecureNoAuth=true to serve without a key" }}
+{{- end }}
+{{- if .root.Values.tls.existingSecret }}
+- {name: LLM_ENGINE_SERVER__TLS_CERT_FILE, value: /etc/engine/tls/tls.crt}
+- {name: LLM_ENGINE_SERVER__TLS_KEY_FILE, value: /etc/engine/tls/tls.key}
 {{- end }}
 # Clients and gateways name the service, not the address that the server is bound to.
 - {name: LLM_ENGINE_SERVER__ALLOWED_HOSTS, value: "*"}
@@ -113,8 +147,8 @@ resources: {requests: {storage: {{ .size }}}}
 type: {{ .root.Values.service.type }}
 selector: {{- include "engine.selector" . | nindent 2 }}
 ports:
-  - {name: http, port: {{ .root.Values.service.port }}, targetPort: http, appProtocol: http}
+  - {name: http, port: {{ .root.Values.service.port }}, targetPort: http, appProtocol: {{ include "engine.scheme" .root }}}
   {{- if .root.Values.service.grpcPort }}
-  - {name: grpc, port: {{ .root.Values.service.grpcPort }}, targetPort: grpc, appProtocol: kubernetes.io/h2c}
+  - {name: grpc, port: {{ .root.Values.service.grpcPort }}, targetPort: grpc, appProtocol: {{ ternary "https" "kubernetes.io/h2c" (ne .root.Values.tls.existingSecret "") }}}
   {{- end }}
 {{- end }}
