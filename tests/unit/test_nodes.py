@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from msgspec import structs
 
+from engine.backends.custom.ipc.transport import encode_frame
 from engine.core.errors import AuthenticationError, ConflictError, EngineError, UnavailableError
 from engine.core.interfaces.request import (
     AdapterRef,
@@ -27,10 +28,10 @@ from engine.routing.nodes import agent as agent_module
 from engine.routing.nodes import manager as manager_module
 from engine.routing.nodes import node as node_module
 from engine.routing.nodes.agent import RefusedError
-from engine.routing.nodes.dial import check, endpoint_of, read_token
-from engine.routing.nodes.manager import EJECTED_AFTER_S
+from engine.routing.nodes.dial import check, dial, endpoint_of, read_token
+from engine.routing.nodes.manager import EJECTED_AFTER_S, NodeManager
 from engine.routing.nodes.pool import LOCAL, NodePool
-from engine.routing.nodes.wire import MAX_UNSENT_BYTES, Beat, Name
+from engine.routing.nodes.wire import MAX_UNSENT_BYTES, Beat, Connection, Name, ToNode
 from tests.node_cluster import TOKEN, node, routed, until
 from tests.toy_backend import TEXT, ToyBackend
 
@@ -173,6 +174,7 @@ async def test_what_a_node_sends_harms_no_request_of_another(kind: str) -> None:
         await server.joined("good", "node")
         asked = [asyncio.create_task(server.ask(each, max_tokens=40)) for each in prompts]
         await until(lambda: len(server.pool._placed) == len(prompts))
+        await until(lambda: bad._sessions)
         (session,) = bad._sessions
         message = HOSTILE[kind] or bad._identity.hello(bad._link.ready, None)
         placed = dict(server.pool._placed)
@@ -208,11 +210,43 @@ async def test_a_node_without_the_token_or_with_odd_names_gets_no_place(
                 await check(endpoint_of(server.url, token))
         assert not server.manager._connected
         monkeypatch.setattr(manager_module, "MAX_NODES", 0)
-        refusal = server.manager.takes([(b"authorization", f"Bearer {TOKEN}".encode())])
-        assert refusal is not None and refusal[0].startswith("503")
+        with pytest.raises(UnavailableError, match="0 nodes already"):
+            await dial(endpoint_of(server.url, TOKEN), Connection(ToNode, print, print))
     for name in ("x" * 2000, "a\nb", "\x1b[2J"):
         with pytest.raises(msgspec.ValidationError):
             msgspec.convert(name, Name)
+
+
+async def test_a_node_and_a_server_prove_their_token_and_send_it_never(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A proof of another time, or of another connection, is worth nothing. Nor is a frame that
+    somebody in between has changed.
+    """
+    sent: list[bytes] = []
+    upgrade = NodeManager.upgrade
+
+    def noted(self, headers, transport) -> None:
+        sent.extend(value for _, value in headers)
+        upgrade(self, headers, transport)
+
+    monkeypatch.setattr(NodeManager, "upgrade", noted)
+    async with routed(NoEngine()) as server, node(server) as agent:
+        await server.joined("node")
+        assert TOKEN.encode() not in b" ".join(sent)
+        proof = next(each for each in sent if each.startswith(b"Proof "))
+        assert server.manager.takes([(b"authorization", proof)])[0].startswith("409")  # no build
+        monkeypatch.setattr(manager_module, "CHALLENGE_S", -1.0)
+        assert server.manager.takes([(b"authorization", proof)])[0].startswith("401")
+        monkeypatch.setattr(manager_module, "CHALLENGE_S", 10.0)
+        for junk in (b"", b"Proof", b"Proof a b c", b"Proof \xff \xfe \xfd", b"Proof 1-2 a b c d"):
+            assert server.manager.takes([(b"authorization", junk)])[0].startswith("401")
+        await until(lambda: agent._sessions)
+        (session,) = agent._sessions
+        write = session.connection.transport.write
+        write(encode_frame(Beat()) + bytes(32))  # somebody in between adds a message
+        await until(lambda: session.closed.is_set())
+        await server.joined("node")
 
 
 async def test_requests_wait_for_the_first_node() -> None:

@@ -23,7 +23,7 @@ from engine.core.shards.frames import FrameError, decode_frame, encode_frame
 from engine.core.shards.ring import RingClosedError
 
 _LENGTH = struct.Struct("<Q")
-_SEAL_BYTES = hashlib.sha256().digest_size
+SEAL_BYTES = hashlib.sha256().digest_size
 MAX_FRAME_BYTES = 2**31
 _MAX_GREETING_BYTES = 4096
 GREETING_S = 10.0  # max duration of a whole greeting
@@ -33,7 +33,7 @@ MIN_TOKEN_BYTES = 16
 LINK_FILES = ("core/shards/frames.py", "core/shards/link.py")
 
 
-class _Seal:
+class Seal:
     """Makes the HMACs of the frames of one direction, in their order."""
 
     def __init__(self, key: bytes) -> None:
@@ -59,8 +59,8 @@ class TcpLink:
         self._sending = threading.Lock()
         self.max_bytes = _MAX_GREETING_BYTES
         self._deadline: float | None = None
-        self._sent: _Seal | None = None
-        self._received: _Seal | None = None
+        self._sent: Seal | None = None
+        self._received: Seal | None = None
         self.peer = str(sock.getpeername()[0])
 
     @property
@@ -83,8 +83,8 @@ class TcpLink:
             raise FrameError(f"a frame of {length} bytes is over the limit")
         if self._received is None:
             return self._read(length)
-        seal, frame = self._read(_SEAL_BYTES), self._read(length)
-        if not hmac.compare_digest(seal, self._received.next(frame)):
+        seal, frame = self._read(SEAL_BYTES), self._read(length)
+        if not is_same_bytes(seal, self._received.next(frame)):
             raise FrameError("a frame was changed on its way")
         return frame
 
@@ -99,12 +99,12 @@ class TcpLink:
         ours = secrets.token_hex(16)
         self.send(encode_frame([build, ours]))
         their_build, theirs, proof = self._strings(3)
-        if not _is_same(proof, _proof(token, "join", ours, theirs)):
+        if not is_same(proof, proof_of(token, "join", ours, theirs)):
             self._refuse("its token is wrong")
         if their_build != build:
             told = their_build[:_MAX_SHOWN]
             self._refuse(f"it runs engine {told}, and this engine is {build}; {ADVICE}")
-        self.send(encode_frame(["", _proof(token, "lead", theirs, ours)]))
+        self.send(encode_frame(["", proof_of(token, "lead", theirs, ours)]))
         self._trust(token, ours, theirs, is_lead=True)
         self.max_bytes = max_bytes
 
@@ -113,11 +113,11 @@ class TcpLink:
         self._deadline = time.monotonic() + GREETING_S
         _, theirs = self._strings(2)
         ours = secrets.token_hex(16)
-        self.send(encode_frame([build, ours, _proof(token, "join", theirs, ours)]))
+        self.send(encode_frame([build, ours, proof_of(token, "join", theirs, ours)]))
         refusal, proof = self._strings(2)
         if refusal:
             raise ConfigError(f"the engine refused this connection: {refusal}")
-        if not _is_same(proof, _proof(token, "lead", ours, theirs)):
+        if not is_same(proof, proof_of(token, "lead", ours, theirs)):
             raise ConfigError("the engine has another token; check --token-file")
         self._trust(token, theirs, ours, is_lead=False)
         self.max_bytes = MAX_FRAME_BYTES
@@ -131,9 +131,7 @@ class TcpLink:
         self._sock.settimeout(None)
         if isinstance(self._sock, ssl.SSLSocket):
             return
-        keys = [_proof(token, f"frames of {role}", leads, joins) for role in ("lead", "join")]
-        own, other = keys if is_lead else keys[::-1]
-        self._sent, self._received = _Seal(own.encode()), _Seal(other.encode())
+        self._sent, self._received = seals_of(token, leads, joins, is_lead=is_lead)
 
     def _strings(self, count: int) -> list[str]:
         values, _ = decode_frame(self.receive())
@@ -192,10 +190,23 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _proof(token: bytes, role: str, first: str, second: str) -> str:
+def seals_of(token: bytes, leads: str, joins: str, *, is_lead: bool) -> tuple[Seal, Seal]:
+    """The seals of what this side sends and receives, from the random numbers of both sides."""
+    keys = [proof_of(token, f"frames of {role}", leads, joins) for role in ("lead", "join")]
+    own, other = keys if is_lead else keys[::-1]
+    return Seal(own.encode()), Seal(other.encode())
+
+
+def proof_of(token: bytes, role: str, first: str, second: str) -> str:
+    """What only those can tell who have the token, for two random numbers."""
     message = f"{role} {first} {second}".encode()
     return hmac.new(token, message, hashlib.sha256).hexdigest()
 
 
-def _is_same(given: str, expected: str) -> bool:
-    return hmac.compare_digest(given.encode(), expected.encode())
+def is_same(given: str, expected: str) -> bool:
+    """Compares proofs in constant time. What was given may be any text."""
+    return is_same_bytes(given.encode(), expected.encode())
+
+
+def is_same_bytes(given: bytes | bytearray, expected: bytes) -> bool:
+    return hmac.compare_digest(given, expected)

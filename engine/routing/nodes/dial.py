@@ -1,12 +1,19 @@
-"""Opens the connection of a node to a server: HTTP, the token, and then frames."""
+"""Opens the connection of a node to a server: HTTP, proofs of the token, and then frames.
+
+The first request has no proof. The server refuses it with a random number, and forgets it. The
+second request proves that the node has the token, by an HMAC over that number and one of its own.
+The answer 101 has the server's proof, and another random number, for the HMACs of the frames.
+"""
 
 import asyncio
 import os
+import secrets
 import ssl
 import stat
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -18,16 +25,22 @@ from engine.core.errors import (
     EngineError,
     UnavailableError,
 )
+from engine.core.shards.link import Seal, is_same, proof_of, seals_of
 from engine.routing.nodes.wire import (
     BUILD_HEADER,
     CONNECT_PATH,
     HELLO_TIMEOUT_S,
+    NONCE_HEADER,
+    PROOF_HEADER,
+    PROOF_SCHEME,
     UPGRADE,
+    Connection,
     node_build,
 )
 
 MIN_TOKEN_LENGTH = 16
 MAX_HEAD_BYTES = 16 * 1024
+MAX_ANSWER_BYTES = 2 * MAX_HEAD_BYTES
 SWITCHED = b"HTTP/1.1 101 "
 
 
@@ -96,6 +109,8 @@ class _Handshake(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._data += data
+        if len(self._data) > MAX_ANSWER_BYTES and not self.answer.done():
+            self.answer.set_result(self._data)
         is_whole = self._data.endswith(b"\r\n\r\n") or len(self._data) > MAX_HEAD_BYTES
         if self._data.startswith(SWITCHED) and is_whole and not self.answer.done():
             self.answer.set_result(self._data)
@@ -105,13 +120,14 @@ class _Handshake(asyncio.Protocol):
             self.answer.set_result(self._data)
 
 
-async def dial(endpoint: Endpoint, protocol: asyncio.Protocol) -> None:
-    """Connect to a server and let `protocol` handle the connection. Raises `AuthenticationError`
+async def dial(endpoint: Endpoint, connection: Connection[Any]) -> None:
+    """Connect to a server and let `connection` handle what it sends. Raises `AuthenticationError`
     if the token is wrong, and `ConflictError` if the server is another build.
     """
-    transport = await _open(endpoint)
-    transport.set_protocol(protocol)
-    protocol.connection_made(transport)
+    transport, seals = await _open(endpoint)
+    connection.trust(*seals)
+    transport.set_protocol(connection)
+    connection.connection_made(transport)
 
 
 async def check(endpoint: Endpoint) -> None:
@@ -119,26 +135,55 @@ async def check(endpoint: Endpoint) -> None:
     that does not answer may do so later.
     """
     with suppress(OSError, UnavailableError):
-        (await _open(endpoint)).abort()
+        (await _open(endpoint))[0].abort()
 
 
-async def _open(endpoint: Endpoint) -> asyncio.Transport:
+async def _open(endpoint: Endpoint) -> tuple[asyncio.Transport, tuple[Seal, Seal]]:
+    token = endpoint.token.encode()
     async with asyncio.timeout(HELLO_TIMEOUT_S):
-        transport, handshake = await _connect(endpoint)
+        transport, answer = await _ask(endpoint, "")
+        transport.abort()
+        challenge = _header(answer, NONCE_HEADER)
+        if not challenge:
+            raise _refusal(answer, endpoint)
+        ours = secrets.token_hex(16)
+        proof = proof_of(token, "join", challenge, ours)
+        sent = f"authorization: {PROOF_SCHEME} {challenge} {ours} {proof}\r\n"
+        transport, answer = await _ask(endpoint, sent)
         try:
-            transport.write(
-                f"GET {endpoint.path} HTTP/1.1\r\nhost: {endpoint.host}:{endpoint.port}\r\n"
-                f"connection: Upgrade\r\nupgrade: {UPGRADE}\r\n"
-                f"authorization: Bearer {endpoint.token}\r\n"
-                f"{BUILD_HEADER}: {node_build()}\r\n\r\n".encode()
-            )
-            answer = await handshake.answer
             if not answer.startswith(SWITCHED):
                 raise _refusal(answer, endpoint)
+            theirs = _header(answer, NONCE_HEADER)
+            if not is_same(_header(answer, PROOF_HEADER), proof_of(token, "lead", ours, theirs)):
+                raise _wrong_token(endpoint)
         except BaseException:
             transport.abort()
             raise
-    return transport
+    return transport, seals_of(token, theirs, ours, is_lead=False)
+
+
+async def _ask(endpoint: Endpoint, authorization: str) -> tuple[asyncio.Transport, bytes]:
+    """Ask a server to switch to frames. Returns the head of its answer, or its whole refusal."""
+    transport, handshake = await _connect(endpoint)
+    try:
+        transport.write(
+            f"GET {endpoint.path} HTTP/1.1\r\nhost: {endpoint.host}:{endpoint.port}\r\n"
+            f"connection: Upgrade\r\nupgrade: {UPGRADE}\r\n{authorization}"
+            f"{BUILD_HEADER}: {node_build()}\r\n\r\n".encode()
+        )
+        return transport, await handshake.answer
+    except BaseException:
+        transport.abort()
+        raise
+
+
+def _header(answer: bytes, name: str) -> str:
+    """A header of an answer. Empty if it has none."""
+    for line in answer.partition(b"\r\n\r\n")[0].split(b"\r\n")[1:]:
+        found, _, value = line.decode("ascii", "replace").partition(":")
+        if found.strip().lower() == name:
+            return value.strip()
+    return ""
 
 
 async def _connect(endpoint: Endpoint) -> tuple[asyncio.Transport, _Handshake]:
@@ -158,13 +203,17 @@ async def _connect(endpoint: Endpoint) -> tuple[asyncio.Transport, _Handshake]:
         ) from None
 
 
+def _wrong_token(endpoint: Endpoint) -> AuthenticationError:
+    return AuthenticationError(
+        f"{endpoint.url} refused the node: the token is not the server's (server.node_token)."
+    )
+
+
 def _refusal(answer: bytes, endpoint: Endpoint) -> EngineError:
     head, _, body = answer.partition(b"\r\n\r\n")
     status = head[9:12].decode("ascii", "replace")
     if status == "401":
-        return AuthenticationError(
-            f"{endpoint.url} refused the node: the token is not the server's (server.node_token)."
-        )
+        return _wrong_token(endpoint)
     if status == "404":
         return takes_no_nodes(endpoint.url)
     if not status:

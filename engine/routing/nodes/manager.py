@@ -6,9 +6,8 @@ If it stays silent, or if its connection breaks, it is lost, and its requests mo
 """
 
 import asyncio
-import hashlib
-import hmac
 import logging
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from engine.backends.custom.frontend.link import Link
 from engine.backends.custom.options import EngineOptions
 from engine.core.build_name import ADVICE
 from engine.core.errors import EngineError, NotFoundError, UnavailableError
+from engine.core.shards.link import is_same, proof_of, seals_of
 from engine.core.store.model_digest import model_digest
 from engine.routing.nodes.node import Node, NodeRefusedError
 from engine.routing.nodes.pool import NodePool
@@ -33,6 +33,9 @@ from engine.routing.nodes.wire import (
     CONNECT_PATH,
     HELLO_TIMEOUT_S,
     LOST_AFTER_S,
+    NONCE_HEADER,
+    PROOF_HEADER,
+    PROOF_SCHEME,
     UPGRADE,
     Beat,
     Drain,
@@ -50,6 +53,7 @@ Upgrade = Callable[[Sequence[tuple[bytes, bytes]], asyncio.Transport], None]
 EJECTED_AFTER_S = 0.7  # a node that was silent for this long gets no new requests
 ROUTER_BEAT_S = 1.0
 MAX_NODES = 1024  # connections of nodes, also those that have not said hello yet
+CHALLENGE_S = 10.0  # a proof must come this soon after its random number
 MAX_SHOWN = 100  # characters of a node's build in messages
 # If this process itself was held up for this long, it can't tell which nodes were silent.
 HELD_UP_S = 0.5
@@ -68,7 +72,8 @@ class NodeManager:
         min_prefill_tokens: int | None = None,
     ) -> None:
         self._holder = holder
-        self._token = hashlib.sha256(token.encode()).digest()
+        self._token = token.encode()
+        self._secret = secrets.token_bytes(32)  # of the random numbers that nodes are asked about
         self._max_revivals = max_revivals
         self._min_prefill_tokens = min_prefill_tokens
         self._digests: dict[str, str] = {}  # model path -> digest of its files
@@ -94,21 +99,40 @@ class NodeManager:
     # --- a node connects ---
 
     def takes(self, headers: Sequence[tuple[bytes, bytes]]) -> tuple[str, str] | None:
-        """Check the token and the build of a node that connects. Returns the refusal as an HTTP
+        """Check the proof and the build of a node that connects. Returns the refusal as an HTTP
         status and a message, or None if the node may connect.
         """
-        given = dict(headers)
-        token = given.get(b"authorization", b"").removeprefix(b"Bearer ").strip()
-        if not hmac.compare_digest(hashlib.sha256(token).digest(), self._token):
+        given = {name: value.decode("ascii", "replace") for name, value in headers}
+        if not self._is_proved(given.get(b"authorization", "")):
             return "401 Unauthorized", "The node token is wrong."
         if len(self._connected) >= MAX_NODES:
             return "503 Service Unavailable", f"The server has {MAX_NODES} nodes already."
-        found = given.get(BUILD_HEADER.encode(), b"of an unknown build")
-        build = found[:MAX_SHOWN].decode("ascii", "replace")
+        build = given.get(BUILD_HEADER.encode(), "of an unknown build")[:MAX_SHOWN]
         if build != node_build():
             message = f"The node runs engine {build}, and the server {node_build()}; {ADVICE}."
             return "409 Conflict", message
         return None
+
+    def _is_proved(self, authorization: str) -> bool:
+        scheme, *words = authorization.split()[:5] or [""]
+        if scheme != PROOF_SCHEME or len(words) != 3:
+            return False
+        challenge, theirs, proof = words
+        is_right = is_same(proof, proof_of(self._token, "join", challenge, theirs))
+        return is_right and self._is_recent(challenge)
+
+    def _challenge(self) -> str:
+        """A number that a node must answer soon. The server need not remember it."""
+        return self._challenge_of(str(int(time.monotonic())))
+
+    def _challenge_of(self, made_at: str) -> str:
+        return f"{made_at}-{proof_of(self._secret, 'challenge', made_at, '')}"
+
+    def _is_recent(self, challenge: str) -> bool:
+        made_at = challenge.partition("-")[0]
+        if not is_same(challenge, self._challenge_of(made_at)):
+            return False
+        return time.monotonic() - int(made_at) <= CHALLENGE_S
 
     @property
     def upgrades(self) -> dict[tuple[bytes, bytes], Upgrade]:
@@ -121,17 +145,21 @@ class NodeManager:
         address = str(peer[0]) if isinstance(peer, tuple) else "this machine"
         refusal = self.takes(headers)
         if refusal is not None:
-            log.warning("a node from %s was refused: %s", address, refusal[1])
-            transport.write(_refused(*refusal))
+            if dict(headers).get(b"authorization"):  # without one, it only asks for the challenge
+                log.warning("a node from %s was refused: %s", address, refusal[1])
+            transport.write(_refused(*refusal, self._challenge()))
             transport.close()
             return
         node = Node(self, address)
         self._connected.add(node)
+        theirs, ours = dict(headers)[b"authorization"].decode().split()[2], secrets.token_hex(16)
+        node.connection.trust(*seals_of(self._token, ours, theirs, is_lead=True))
         transport.set_protocol(node.connection)
         node.connection.connection_made(transport)
         transport.write(
-            f"HTTP/1.1 101 Switching Protocols\r\nconnection: Upgrade\r\nupgrade: {UPGRADE}"
-            "\r\n\r\n".encode()
+            f"HTTP/1.1 101 Switching Protocols\r\nconnection: Upgrade\r\nupgrade: {UPGRADE}\r\n"
+            f"{NONCE_HEADER}: {ours}\r\n"
+            f"{PROOF_HEADER}: {proof_of(self._token, 'lead', theirs, ours)}\r\n\r\n".encode()
         )
 
     def greet(self, node: Node, hello: Hello) -> None:
@@ -316,11 +344,14 @@ class NodeManager:
                     node.connection.tell(Beat())
 
 
-def _refused(status: str, message: str) -> bytes:
-    """An HTTP response that refuses a node."""
+def _refused(status: str, message: str, challenge: str) -> bytes:
+    """An HTTP response that refuses a node. If its proof is missing or wrong, it has the random
+    number for another one.
+    """
     body = msgspec.json.encode({"error": {"message": message, "code": int(status[:3])}})
+    asked = f"{NONCE_HEADER}: {challenge}\r\n" if status.startswith("401") else ""
     head = (
-        f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\n"
+        f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\n{asked}"
         f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
     )
     return head.encode() + body

@@ -1,22 +1,29 @@
 """The messages between a router and its nodes, and the connection that carries them.
 
-A node opens the connection: an HTTP request with the node token, which the server answers with 101.
-From then on both sides send frames, each a length and a msgpack message of a known type. Requests
-and tokens are the same messages that a frontend exchanges with its own engine process. Both sides
-send beats, so that each notices when the other is gone.
+A node opens the connection by an HTTP request, which the server answers with 101 (`dial.py`). Both
+prove that they have the node token, and do not send it. From then on both sides send frames: a
+length, a msgpack message of a known type, and an HMAC as in `core/shards/link.py`, so nobody in
+between can change, repeat or add one. Requests and tokens are the same messages that a frontend
+exchanges with its own engine process. Both sides send beats, so that each notices when the other is
+gone.
 """
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Generic, TypeVar, cast
 
 import msgspec
 
-from engine.backends.custom.ipc.transport import FrameDecoder, encode_frame
+from engine.backends.custom.ipc.transport import (
+    LENGTH,
+    MAX_FRAME_BYTES,
+    FrameDecoder,
+    encode_frame,
+)
 from engine.core.build_name import build_name
-from engine.core.errors import UnavailableError
+from engine.core.errors import EngineError, UnavailableError
 from engine.core.interfaces.handover import BlockSource, Role
 from engine.core.interfaces.request import (
     Abort,
@@ -28,12 +35,16 @@ from engine.core.interfaces.request import (
     Ready,
 )
 from engine.core.interfaces.stats import EngineStats
+from engine.core.shards.link import SEAL_BYTES, Seal, is_same_bytes
 
 log = logging.getLogger(__name__)
 Message = TypeVar("Message")
 
 UPGRADE = "engine-node"
 BUILD_HEADER = "engine-build"
+NONCE_HEADER = "engine-nonce"
+PROOF_HEADER = "engine-proof"
+PROOF_SCHEME = "Proof"  # of the authorization of a node
 CONNECT_PATH = "/v1/nodes/connect"
 BEAT_S = 0.2
 LOST_AFTER_S = 3.0  # a side that was silent for this long is gone
@@ -92,6 +103,8 @@ def node_build() -> str:
     names = ("handover", "interp", "request", "snapshot", "stats", "timeline")
     return build_name(
         "routing/nodes/wire.py",
+        "routing/nodes/dial.py",
+        "core/shards/link.py",
         "backends/custom/ipc/transport.py",
         "core/prefix_hashes.py",
         *(f"core/interfaces/{name}.py" for name in names),
@@ -102,12 +115,37 @@ FromNode = Hello | Beat | Leaving | Deltas | CachedPrefixes | ControlReply
 ToNode = Welcome | Refused | Beat | Drain | GenerateRequest | Abort | Control
 
 
+class SealedFrames:
+    """Splits a byte stream into frames, each of which has its seal behind it."""
+
+    def __init__(self, seal: Seal) -> None:
+        self._seal = seal
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        self._buffer += data
+        while len(self._buffer) >= LENGTH.size:
+            (length,) = LENGTH.unpack_from(self._buffer)
+            if length > MAX_FRAME_BYTES:
+                raise EngineError(f"a message of {length} bytes is over the limit")
+            end = LENGTH.size + length
+            if len(self._buffer) < end + SEAL_BYTES:
+                break
+            frame, seal = bytes(self._buffer[:end]), self._buffer[end : end + SEAL_BYTES]
+            if not is_same_bytes(seal, self._seal.next(frame)):
+                raise EngineError("a message was changed on its way")
+            del self._buffer[: end + SEAL_BYTES]
+            yield frame
+
+
 class Connection(asyncio.Protocol, Generic[Message]):
     """One end of the connection. `on_message` is called for each message, in order, and `on_lost`
-    once at the end.
+    once at the end. `trust` is called before the first message.
     """
 
     transport: asyncio.Transport
+    _sent: Seal
+    _sealed: SealedFrames
 
     def __init__(
         self,
@@ -120,6 +158,9 @@ class Connection(asyncio.Protocol, Generic[Message]):
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
         self.heard_at = self._loop.time()
+
+    def trust(self, sent: Seal, received: Seal) -> None:
+        self._sent, self._sealed = sent, SealedFrames(received)
 
     @property
     def silent_s(self) -> float:
@@ -135,8 +176,9 @@ class Connection(asyncio.Protocol, Generic[Message]):
     def data_received(self, data: bytes) -> None:
         self.heard_at = self._loop.time()
         try:
-            for message in self._frames.feed(data):
-                self._on_message(message)
+            for frame in self._sealed.feed(data):
+                for message in self._frames.feed(frame):
+                    self._on_message(message)
         except Exception:  # what follows a message that can't be read can't be read either
             log.exception("the connection to %s broke", self.transport.get_extra_info("peername"))
             self.transport.abort()
@@ -152,7 +194,8 @@ class Connection(asyncio.Protocol, Generic[Message]):
             self.transport.abort()
         if self.transport.is_closing():
             raise UnavailableError("The node is gone.", retry_after=1.0)
-        self.transport.write(encode_frame(message))
+        frame = encode_frame(message)
+        self.transport.write(frame + self._sent.next(frame))
 
     def tell(self, message: msgspec.Struct) -> None:
         """Queue a message, or do nothing if the other side is gone or does not read."""
