@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
 from engine.core.shards.layout import ShardLayout
 
@@ -87,20 +88,20 @@ class Ranks:
             dist.destroy_process_group()
 
 
-def _open_store(url: str, rank: int, num_ranks: int) -> dist.Store:
+def _open_store(url: str, rank: int, num_ranks: int) -> Store:
     """Where the ranks find each other. A file serves ranks of one machine. For others rank 0
     listens, at the address in the URL only: the library itself would listen at all of them.
     """
     parts = urlsplit(url)
     if parts.scheme == "file":
-        return dist.FileStore(parts.path, num_ranks)
+        return FileStore(parts.path, num_ranks)
     assert parts.hostname is not None and parts.port is not None
     place = parts.hostname, parts.port
     if rank != 0:
-        return dist.TCPStore(*place, num_ranks, is_master=False, timeout=TIMEOUT)
+        return TCPStore(*place, num_ranks, is_master=False, timeout=TIMEOUT)
     family = socket.AF_INET6 if ":" in parts.hostname else socket.AF_INET
     listening = socket.create_server(place, family=family)
-    return dist.TCPStore(
+    return TCPStore(
         *place,
         num_ranks,
         is_master=True,
