@@ -58,7 +58,12 @@ def make_app(tmp_path: Path, **server: Any) -> tuple[FastAPI, FakeBackend, dict[
     backend = FakeBackend()
     backend.cards = cards()
     settings = make_settings(
-        server={"keys_file": keys_file, "admin_key": ADMIN, "dialects": get_args(Dialect), **server},
+        server={
+            "keys_file": keys_file,
+            "admin_key": ADMIN,
+            "dialects": get_args(Dialect),
+            **server,
+        },
         storage={"path": str(tmp_path)},
     )
     return create_app(settings, backend, Metrics(MODEL)), backend, keys
@@ -113,7 +118,9 @@ async def test_no_answer_names_a_model_that_the_key_may_not_use(tmp_path: Path) 
                         told.append((method, path, text[:300]))
     assert not told
     # A probe of the server's health is not the client's request.
-    asked = [each.context for each in backend.requests if not each.context.request_id[:6] == "health"]
+    asked = [
+        each.context for each in backend.requests if each.context.request_id[:6] != "health"
+    ]
     assert {context.model for context in asked} == {MODEL}
 
 

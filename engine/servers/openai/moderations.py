@@ -180,8 +180,8 @@ def _model(services: Services, request: Request, asked: str | None) -> ModelCard
         card = services.find_model(name, principal_of(request))
     except NotFoundError:
         raise InvalidRequestError(
-            "The model that server.moderation_model names is not served, or this key may not use"
-            " it.",
+            "server.moderation_model names a model that is not served here, or that this key may"
+            " not use: serve it, or change the setting.",
             code="unsupported_endpoint",
         ) from None
     for ability in ("chat", "json_schema"):
