@@ -178,3 +178,14 @@ async def test_the_model_of_moderation_is_for_keys_that_may_use_it(tmp_path: Pat
         status, text = await send(client, "POST", "/v1/moderations", {"input": "a"})
     assert status == 400 and SECRET not in text
     assert not backend.requests
+
+
+async def test_reports_on_all_requests_are_not_for_one_tenant_of_several(tmp_path: Path) -> None:
+    for names, status in ((("one",), 200), (("one", "two"), 403)):
+        keys_file = tmp_path / f"{len(names)}.json"
+        key = [add_key(keys_file, name)[0] for name in names][0]
+        settings = make_settings(server={"keys_file": keys_file})
+        app = create_app(settings, FakeBackend(), Metrics(MODEL))
+        async with client_for(app, key) as client:
+            for path in ("/v1/admin/routes", "/v1/admin/shadow"):
+                assert (await client.get(path)).status_code == status

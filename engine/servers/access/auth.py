@@ -40,8 +40,8 @@ ADMIN_ROUTES = frozenset(
         *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
     }
 )
-# Admin routes that report how requests were routed. If no admin key is set, all clients that may
-# use all models may read them.
+# Admin routes that report how requests were routed. If there is no admin key and only one tenant,
+# clients that may use all models may read them.
 CLIENT_ROUTES = frozenset(
     {f"{ADMIN_PATH}routes", f"{ADMIN_PATH}routes/{{request_id}}", f"{ADMIN_PATH}shadow"}
 )
@@ -166,8 +166,8 @@ class Authenticator:
                     "The administrator's key is needed: send it as 'Authorization: Bearer KEY'."
                 )
             raise ForbiddenError("This key is not the administrator's.")
-        is_report = request.scope["route"].path in CLIENT_ROUTES and principal.models is None
-        if not is_report and not self._keys.all_are_admins:
+        is_report = request.scope["route"].path in CLIENT_ROUTES
+        if not (is_report and self._keys.shows_routes(principal)) and not self._keys.all_are_admins:
             raise ForbiddenError(
                 "This needs an administrator's key, and the server has none: set"
                 " LLM_ENGINE_ADMIN_KEY or server.admin_key_file and start the server again."
@@ -201,8 +201,7 @@ def may_administer(request: Request, keys: "KeyRing") -> bool:
 
 def may_read_routes(request: Request, keys: "KeyRing") -> bool:
     """Whether the request may learn how requests were routed, as `CLIENT_ROUTES` tell it."""
-    is_report = not keys.has_admin and principal_of(request).models is None
-    return is_report or may_administer(request, keys)
+    return keys.shows_routes(principal_of(request)) or may_administer(request, keys)
 
 
 def principal_of_digest(digest: bytes) -> Principal:
@@ -255,6 +254,11 @@ class KeyRing:
         server.
         """
         return not self.credentials and self._is_local
+
+    def shows_routes(self, principal: Principal) -> bool:
+        """Whether reports on how all requests were routed are for this client, too."""
+        tenants = {each.principal for each in self.credentials}
+        return not self.has_admin and len(tenants) <= 1 and principal.models is None
 
     def current(self, principal: Principal) -> Principal | None:
         """The key of `principal` with the limits that it has now. None if the key was removed. A
