@@ -1,4 +1,4 @@
-"""A key that is limited to some models learns nothing of the others, by any route (SEC-21; T1).
+"""A key that is limited to some models learns nothing of the others, by any route (SEC-22; T1).
 
 The server has the model of the key, another model that comes first, a LoRA adapter of that, and a
 model that another tenant trained. A request that does not name them gets no answer that does. A
@@ -118,9 +118,7 @@ async def test_no_answer_names_a_model_that_the_key_may_not_use(tmp_path: Path) 
                         told.append((method, path, text[:300]))
     assert not told
     # A probe of the server's health is not the client's request.
-    asked = [
-        each.context for each in backend.requests if each.context.request_id[:6] != "health"
-    ]
+    asked = [each.context for each in backend.requests if each.context.request_id[:6] != "health"]
     assert {context.model for context in asked} == {MODEL}
 
 

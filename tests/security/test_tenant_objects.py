@@ -1,5 +1,5 @@
 """What one tenant left with the server is to another as if it were not there: every route with an
-id in its path, every method (SEC-21; T1).
+id in its path, every method (SEC-22; T1).
 """
 
 import asyncio

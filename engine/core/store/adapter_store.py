@@ -5,13 +5,14 @@ files and a record, `adapter.json`, which is written last. So an adapter with a 
 """
 
 import hashlib
+import os
 import re
 import shutil
 from pathlib import Path
 
 import msgspec
 
-from engine.core.errors import ConfigError, ConflictError, NotFoundError
+from engine.core.errors import ConfigError, ConflictError, InvalidRequestError, NotFoundError
 from engine.core.folders import data_directory
 from engine.core.sandbox.private_files import open_private, write_private
 from engine.core.store.checkpoint_files import PEFT_FILES
@@ -56,6 +57,25 @@ def is_address(path: str) -> bool:
     """Whether an adapter has to be downloaded from there."""
     is_remote = path.startswith(("hf:", "http://", "https://"))
     return is_remote and not Path(path).expanduser().exists()
+
+
+def real_path(path: str) -> Path:
+    """The path without `~` and symbolic links. Raises `InvalidRequestError` if it is no path."""
+    try:
+        return Path(path).expanduser().resolve()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise InvalidRequestError(f"lora_path is no path: {error}", param="lora_path") from None
+
+
+def check_is_adapter(path: Path) -> None:
+    """Raise `InvalidRequestError` unless a file or a PEFT folder is there. So no other folder is
+    walked.
+    """
+    if not os.path.isfile(path) and not os.path.isfile(path / PEFT_FILES[0]):
+        raise InvalidRequestError(
+            f"there is no adapter at {path}: it is a .gguf file, or a folder with {PEFT_FILES[0]}",
+            param="lora_path",
+        )
 
 
 def tenant_of(path: Path) -> str | None:

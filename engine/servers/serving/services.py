@@ -115,7 +115,9 @@ class Services:
         principal = principal_of(request)
         if not self.backend.is_ready:
             # The detail may name models that a limited key may not know of.
-            why = f": {self.backend.health().detail.rstrip('.')}" if principal.models is None else ""
+            why = (
+                f": {self.backend.health().detail.rstrip('.')}" if principal.models is None else ""
+            )
             raise UnavailableError(f"The model is not ready{why}.", retry_after=NOT_READY_RETRY_S)
         record = record_of(request.scope)
         ticket = Ticket(self.lifecycle, self.metrics, record)

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -15,7 +14,13 @@ from engine.core.errors import EngineError, InvalidRequestError, ModelError, Not
 from engine.core.interfaces.backend import ModelCard
 from engine.core.interfaces.request import AdapterRef, ControlReply
 from engine.core.sandbox.examination import examine
-from engine.core.store.adapter_store import NAME, kept_adapters, tenant_of
+from engine.core.store.adapter_store import (
+    NAME,
+    check_is_adapter,
+    kept_adapters,
+    real_path,
+    tenant_of,
+)
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +81,8 @@ class ServedAdapters:
             raise InvalidRequestError(
                 f"The lora adapter '{name}' has already been loaded.", param="lora_name"
             )
-        full = Path(path).expanduser().resolve()
+        full = real_path(path)
+        check_is_adapter(full)
         try:
             await asyncio.to_thread(examine, full, EXAMINER)
         except ModelError as error:  # what is wrong is the request, not the model that is served
