@@ -9,6 +9,7 @@ import msgspec
 import openai
 
 from engine.core.errors import InvalidRequestError
+from engine.core.store.adapter_store import tenant_of
 from engine.finetuning.folder import JobFolder, TrainingEvent
 from tests.fake_backend import CARD, MODEL, FakeBackend
 from tests.live_server import LiveServer, wait_until
@@ -75,7 +76,12 @@ class TunedBackend(FakeBackend):
         if self.refuses_adapters:
             raise InvalidRequestError("no adapters here")
         self.bases[name] = base
-        self.cards = [*self.cards, msgspec.structs.replace(CARD, id=name, root=MODEL, parent=MODEL)]
+        fields = {"root": MODEL, "parent": MODEL, "tenant": tenant_of(Path(path))}
+        self.cards = [*self.cards, msgspec.structs.replace(CARD, id=name, **fields)]
+
+    async def unload_adapter(self, name: str) -> None:
+        del self.bases[name]
+        self.cards = [card for card in self.cards if card.id != name]
 
 
 def client_of(server: LiveServer, key: str = "unused") -> openai.OpenAI:

@@ -156,6 +156,8 @@ class ModelSettings(Section):
         dict[str, str], BeforeValidator(parse_options), AfterValidator(check_adapters)
     ] = {}
     """LoRA adapters: the path of each, by the model id that clients use for it."""
+    adapter_directory: Path | None = None
+    """Folder whose adapters clients may load without an administrator's key, beside the stores."""
     device: str = Field(default="auto", pattern=r"^[a-z]+(:[0-9]{1,3}(-[0-9]{1,3})?)?$")
     """Device that computes, such as `cpu`, `cuda:1` or `cuda:0-3`."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

@@ -4,7 +4,7 @@ The formats are OpenAI's. Every line is checked before a job starts, and an erro
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +13,7 @@ from engine.core.errors import InvalidRequestError
 
 Method = Literal["supervised", "dpo"]
 MAX_LINE_BYTES = 4 * 2**20
+MAX_DEPTH = 64
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MESSAGE_KEYS = {"role", "content", "name", "weight", "tool_calls", "tool_call_id"}
 
@@ -49,27 +50,39 @@ def read_examples(path: Path, method: Method, param: str = "training_file") -> l
     """All examples of a file. Raises `InvalidRequestError` with the number of the first wrong
     line.
     """
-    examples: list[Example] = []
+    return list(_examples(path, method, param))
+
+
+def count_examples(path: Path, method: Method, param: str = "training_file") -> int:
+    """Like `read_examples`, but only counts, because a file may be far larger than a server's
+    memory should be.
+    """
+    return sum(1 for _ in _examples(path, method, param))
+
+
+def _examples(path: Path, method: Method, param: str) -> Iterator[Example]:
+    kind: type[Example] | None = None
     what = f"the {param.replace('_', ' ')}"
     for number, line in _lines(path, param):
         try:
             example = parse_example(line, method)
-            if examples and type(example) is not type(examples[0]):
+            if kind not in (None, type(example)):
                 raise ValueError("this line has another format than the first one")
         except ValueError as error:
             raise InvalidRequestError(
                 f"line {number} of {what}: {error}", param=param, code="invalid_file"
             ) from None
-        examples.append(example)
-    if not examples:
+        kind = type(example)
+        yield example
+    if kind is None:
         raise InvalidRequestError(f"{what} has no examples", param=param, code="invalid_file")
-    return examples
 
 
 def _lines(path: Path, param: str) -> Iterator[tuple[int, bytes]]:
     try:
         with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
+            lines = iter(lambda: file.readline(MAX_LINE_BYTES + 1), b"")
+            for number, line in enumerate(lines, 1):
                 if len(line) > MAX_LINE_BYTES:
                     raise InvalidRequestError(
                         f"line {number} of the {param.replace('_', ' ')} has more than"
@@ -87,15 +100,9 @@ def parse_example(line: bytes, method: Method) -> Example:
     """Parse one line. Raises `ValueError` with the reason if it is wrong."""
     try:
         text = line.decode("utf-8-sig").rstrip()  # without the end of the line, columns are right
-        value = json.loads(text)
-        if b"\\ud" in line.lower():  # half of a surrogate pair is no text
-            json.dumps(value, ensure_ascii=False).encode()
-    except json.JSONDecodeError as error:
-        raise ValueError(f"this is not JSON ({error.msg} at column {error.colno})") from None
-    except (UnicodeDecodeError, UnicodeEncodeError) as error:
+    except UnicodeDecodeError as error:
         raise ValueError(f"this is not UTF-8 ({error.reason})") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"this is not JSON ({error})") from None
+    value = _decoded(text, "this")
     if not isinstance(value, dict):
         raise ValueError("an example is a JSON object")
     if method == "dpo" and ("messages" in value or "prompt" in value):
@@ -112,6 +119,40 @@ def parse_example(line: bytes, method: Method) -> Example:
     if "prompt" in value:
         return _read(value, {"prompt", "completion"}, _completion)
     raise ValueError("give messages, or prompt and completion")
+
+
+def _decoded(text: str, what: str) -> Any:
+    """The value of a JSON text, which chat templates can print. Raises `ValueError` about `what`
+    if it is wrong.
+    """
+    try:
+        value = json.loads(text, parse_constant=_no_number)
+        if "\\ud" in text.lower():  # half of a surrogate pair is no text
+            json.dumps(value, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{what} is not JSON ({error.msg} at column {error.colno})") from None
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{what} is not UTF-8 ({error.reason})") from None
+    except RecursionError:
+        raise ValueError(f"{what} is nested more than {MAX_DEPTH} levels deep") from None
+    except ValueError as error:
+        raise ValueError(f"{what} is not JSON ({error})") from None
+    inner, depth = [value], 0
+    while inner := [each for outer in inner for each in _elements(outer)]:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise ValueError(f"{what} is nested more than {MAX_DEPTH} levels deep")
+    return value
+
+
+def _no_number(name: str) -> Any:
+    raise ValueError(f"{name} is no number")
+
+
+def _elements(value: Any) -> Collection[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
 
 
 def _read(
@@ -180,6 +221,9 @@ def _message(index: int, value: Any) -> dict[str, Any]:
         raise ValueError(f"{where} has an unknown field '{unknown[0]}'")
     if value.get("weight", 1) not in (0, 1):
         raise ValueError(f"{where}: weight must be 0 or 1")
+    for name in ("name", "tool_call_id"):
+        if not isinstance(value.get(name, ""), str):
+            raise ValueError(f"{where}: {name} must be a text")
     calls = value.get("tool_calls")
     content = value.get("content")
     if not isinstance(content, str) and not (content is None and calls):
@@ -197,13 +241,15 @@ def _calls(where: str, value: Any) -> list[dict[str, Any]]:
         raise ValueError(f"{where}: tool_calls must be a list")
     calls = []
     for call in value:
-        function = call.get("function") if isinstance(call, Mapping) else None
-        try:
-            arguments = json.loads(function["arguments"])  # type: ignore[index]
-            name = function["name"]  # type: ignore[index]
-        except (TypeError, KeyError, ValueError):
+        function = call.get("function") if isinstance(call, dict) else None
+        function = function if isinstance(function, dict) else {}
+        name, text = function.get("name"), function.get("arguments")
+        if not isinstance(name, str) or not isinstance(text, str):
             raise ValueError(
                 f"{where}: a tool call has a function with name and arguments, a JSON text"
-            ) from None
+            )
+        arguments = _decoded(text, f"{where}: the text of a tool call's arguments")
+        if not isinstance(arguments, dict):
+            raise ValueError(f"{where}: the arguments of a tool call must be a JSON object")
         calls.append({**call, "function": {"name": name, "arguments": arguments}})
     return calls

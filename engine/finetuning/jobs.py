@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from engine.core.errors import InvalidRequestError
-from engine.finetuning.data import Method, read_examples
+from engine.finetuning.data import Method, count_examples
 from engine.finetuning.folder import JobFolder
 from engine.finetuning.plan import (
     PLAN_NAME,
@@ -47,10 +47,10 @@ def make_job(request: TrainingRequest, path: Path) -> tuple[JobFolder, TrainingP
     if (path / PLAN_NAME).exists():  # its checkpoints are of other examples
         raise InvalidRequestError(f"there is a job in {path} already", param="output")
     check_lora(request.lora)
-    examples = read_examples(request.training_file, request.method)
+    num_examples = count_examples(request.training_file, request.method)
     if request.validation_file is not None:
-        read_examples(request.validation_file, request.method, "validation_file")
-    decided = decide(request.hyperparameters, len(examples), request.method)
+        count_examples(request.validation_file, request.method, "validation_file")
+    decided = decide(request.hyperparameters, num_examples, request.method)
     plan = TrainingPlan(
         base=str(request.base.resolve()),
         method=request.method,

@@ -25,14 +25,16 @@ def route_of(name: str, routes: Sequence[Route]) -> Route | None:
 
 def adapter_cards(route: Route, base: ModelCard) -> list[ModelCard]:
     """The cards of a model's adapters. `base` is the card of the model."""
-    told = {card.id: card.created for each in _backends(route) for card in each.models()}
     names = dict.fromkeys(name for each in _backends(route) for name in each.adapters)
-    return [adapter_card(name, base, told.get(name)) for name in names]
+    return [adapter_card(name, route, base) for name in names]
 
 
-def adapter_card(name: str, base: ModelCard, created: int | None = None) -> ModelCard:
+def adapter_card(name: str, route: Route, base: ModelCard) -> ModelCard:
+    """The card of one adapter. A backend that is not loaded does not tell when it was added."""
+    cards = (card for each in _backends(route) for card in each.models())
+    told = next((card for card in cards if card.id == name), base)
     return msgspec.structs.replace(
-        base, id=name, root=base.id, parent=base.id, created=created or base.created
+        base, id=name, root=base.id, parent=base.id, created=told.created, tenant=told.tenant
     )
 
 

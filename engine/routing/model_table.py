@@ -100,7 +100,9 @@ class ModelTable:
         """No other model answers for an adapter."""
         route = route_of(name, self.routes)
         card = None if route is None else _card(route)
-        return None if card is None else Resolved(adapter_card(name, card))
+        if route is None or card is None:
+            return None
+        return Resolved(adapter_card(name, route, card))
 
     def _index(self) -> None:
         self._by_name = {

@@ -127,6 +127,7 @@ LATE = (
     "openai.tokenize:add_tokenize_routes",
     "openai.capabilities:add_capabilities_routes",
     "batches.routes:add_files_and_batches_routes",
+    "fine_tuning.models:add_fine_tuned_models_routes",
     "openai.generate:add_generate_routes",
     "interp.routes:add_interp_routes",
     "ops.admin:add_admin_routes",

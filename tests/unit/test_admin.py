@@ -18,6 +18,7 @@ from engine.core.config_schema import Settings
 from engine.core.errors import InvalidRequestError
 from engine.core.key_file import add_key, read_keys
 from engine.core.observability.metrics import Metrics
+from engine.servers.access.auth import SERVER
 from engine.servers.app import create_app
 from engine.servers.ops import audit as audit_module
 from engine.servers.ops.audit import AuditLog
@@ -183,8 +184,8 @@ async def test_prefixes_of_tiers_are_loaded_for_their_own_tenants(
     add_key(keys_file, "second")
     await reread(services, "SIGHUP")
     ours, foreign = identity_of(("ours",)), identity_of(("foreign",))
-    card = msgspec.structs.replace(services.find_model(None), cache_identity=ours.hex())
-    monkeypatch.setattr(type(services), "find_model", lambda self, name: card)
+    card = msgspec.structs.replace(services.find_model(None, SERVER), cache_identity=ours.hex())
+    monkeypatch.setattr(type(services), "find_model", lambda self, name, principal: card)
     first, second = tenants_of(services)
     roots = [(foreign, first), (ours, second), (ours, "gone"), (ours, first), (ours, second)]
     prompts = [

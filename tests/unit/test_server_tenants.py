@@ -123,7 +123,8 @@ async def test_work_that_was_left_with_the_server_may_wait(
 ) -> None:
     for path in ("/v1/completions", "/v1/embeddings"):
         body = httpx.Request("POST", "http://x", json=ROUTES[path]).content
-        answer = await Caller(app).post(path, body, Principal(tenant("bob")), asyncio.Event())
+        bob = Principal(tenant("bob"), key="bob")
+        answer = await Caller(app).post(path, body, bob, asyncio.Event())
         assert answer.status == 200, answer.body
     for asked in (backend.requests[0].context, backend.embed_requests[0]):
         assert (asked.tenant, asked.queue_timeout_s) == (tenant("bob"), None)

@@ -284,6 +284,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     prompt_names: tuple[str, ...] = ()  # names of the prompts that embedding inputs may have
     root: str | None = None  # id of the model that this card is an alias of
     parent: str | None = None  # id of the base model, if this is a LoRA adapter
+    tenant: str | None = None  # who trained it here and may use it alone; None: everyone may
     cache_identity: str | None = None  # of its blocks in cache tiers, in hex; None without tiers
     speculates: bool = False  # steps verify guessed tokens, with the same output
 

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
@@ -26,6 +27,7 @@ CHILD_MODULE = "engine.core.sandbox.examination_child"
 MAX_SECONDS = 120.0
 MAX_CPU_S = 60
 MAX_MARKS = 512
+MAX_FILES = 10_000  # in the folder of a model
 MAX_REPORT_BYTES = 4096
 MAX_OUTPUT_BYTES = 32 << 20
 # A file that changed less than this many seconds ago may change again without a new time stamp. So
@@ -154,11 +156,16 @@ def _marks_directory() -> Path:
 
 def files_of(path: Path) -> list[Path]:
     """The files of a model. For a folder: everything in it. For one part of a split GGUF: all GGUF
-    files beside it. Otherwise: the file itself.
+    files beside it. Otherwise: the file itself. Raises `ModelFormatError` if a folder has too many
+    files to be one of a model.
     """
-    if path.is_dir():
-        return sorted(path.rglob("*"))
-    return sorted(path.parent.glob("*.gguf")) if "-of-" in path.name else [path]
+    if not path.is_dir() and "-of-" not in path.name:
+        return [path]
+    found = path.rglob("*") if path.is_dir() else path.parent.glob("*.gguf")
+    files = list(islice(found, MAX_FILES + 1))
+    if len(files) > MAX_FILES:
+        raise ModelFormatError(f"{path} has more than {MAX_FILES:,} files: it is no model's folder")
+    return sorted(files)
 
 
 def identity_of(path: Path) -> bytes | None:

@@ -5,13 +5,14 @@ files and a record, `adapter.json`, which is written last. So an adapter with a 
 """
 
 import hashlib
+import os
 import re
 import shutil
 from pathlib import Path
 
 import msgspec
 
-from engine.core.errors import ConfigError, ConflictError, NotFoundError
+from engine.core.errors import ConfigError, ConflictError, InvalidRequestError, NotFoundError
 from engine.core.folders import data_directory
 from engine.core.sandbox.private_files import open_private, write_private
 from engine.core.store.checkpoint_files import PEFT_FILES
@@ -23,12 +24,14 @@ NAME = re.compile(r"[!-~]{1,256}")
 
 class KeptAdapter(msgspec.Struct, frozen=True):
     """The record of an adapter. `base` is the id under which its base model is served. `entry` is
-    the name of a GGUF file in the folder; None: the folder is a PEFT folder.
+    the name of a GGUF file in the folder; None: the folder is a PEFT folder. `tenant` is who
+    trained the adapter on a server; None: every client of a server may use it.
     """
 
     name: str
     base: str
     entry: str | None = None
+    tenant: str | None = None
 
 
 def adapters_directory() -> Path:
@@ -56,9 +59,42 @@ def is_address(path: str) -> bool:
     return is_remote and not Path(path).expanduser().exists()
 
 
-def keep_adapter(name: str, source: Path, base: str, *, replaces: bool = False) -> Path:
+def real_path(path: str) -> Path:
+    """The path without `~` and symbolic links. Raises `InvalidRequestError` if it is no path."""
+    try:
+        return Path(path).expanduser().resolve()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise InvalidRequestError(f"lora_path is no path: {error}", param="lora_path") from None
+
+
+def check_is_adapter(path: Path) -> None:
+    """Raise `InvalidRequestError` unless a file or a PEFT folder is there. So no other folder is
+    walked.
+    """
+    if not os.path.isfile(path) and not os.path.isfile(path / PEFT_FILES[0]):
+        raise InvalidRequestError(
+            f"there is no adapter at {path}: it is a .gguf file, or a folder with {PEFT_FILES[0]}",
+            param="lora_path",
+        )
+
+
+def tenant_of(path: Path) -> str | None:
+    """The tenant to whom the adapter at this path belongs. None if it belongs to nobody, or is not
+    in the store.
+    """
+    folder = path if path.is_dir() else path.parent
+    if folder.parent != adapters_directory().resolve():
+        return None
+    kept = _read(adapters_directory() / folder.name / _RECORD)
+    return None if kept is None else kept.tenant
+
+
+def keep_adapter(
+    name: str, source: Path, base: str, *, replaces: bool = False, tenant: str | None = None
+) -> Path:
     """Copy an adapter into the store, so that servers of the model `base` serve it as `name`.
-    Returns the path of the copy. With `replaces`, an adapter of this name is replaced.
+    Returns the path of the copy. With `replaces`, an adapter of this name is replaced. With
+    `tenant`, only this tenant may use it.
     """
     if not NAME.fullmatch(name):
         raise ConfigError("an adapter's name is 1 to 256 visible ASCII characters")
@@ -73,7 +109,7 @@ def keep_adapter(name: str, source: Path, base: str, *, replaces: bool = False) 
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for each in names:
         shutil.copyfile(origin / each, folder / each)
-    kept = KeptAdapter(name, base, source.name if source.is_file() else None)
+    kept = KeptAdapter(name, base, source.name if source.is_file() else None, tenant)
     write_private(folder / _RECORD, msgspec.json.encode(kept))
     return _path(folder, kept)
 

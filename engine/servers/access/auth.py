@@ -12,6 +12,7 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from pydantic import SecretStr
 from starlette.requests import Request
 
@@ -19,6 +20,7 @@ from engine.core.config import is_loopback
 from engine.core.config_schema import ServerSettings, Settings
 from engine.core.config_types import MAX_SECRET_LENGTH
 from engine.core.errors import AuthenticationError, ConfigError, ForbiddenError
+from engine.core.interfaces.backend import ModelCard
 from engine.core.key_file import NO_LIMITS, KeyEntry, KeyLimits, read_keys
 
 if TYPE_CHECKING:
@@ -38,8 +40,8 @@ ADMIN_ROUTES = frozenset(
         *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
     }
 )
-# Admin routes that report how requests were routed. If no admin key is set, all clients that may
-# send requests may read them.
+# Admin routes that report how requests were routed. If there is no admin key and only one tenant,
+# clients that may use all models may read them.
 CLIENT_ROUTES = frozenset(
     {f"{ADMIN_PATH}routes", f"{ADMIN_PATH}routes/{{request_id}}", f"{ADMIN_PATH}shadow"}
 )
@@ -64,8 +66,17 @@ class Principal:
     # The models and LoRA adapters that the key may use. None: all of them.
     models: tuple[str, ...] | None = field(default=None, compare=False)
 
-    def may_use(self, model: str) -> bool:
-        return self.models is None or model in self.models
+    def may_use(self, card: ModelCard) -> bool:
+        """Whether requests with this key may use a model, and see that there is one."""
+        is_allowed = self.models is None or card.id in self.models
+        return is_allowed and (self.is_admin or card.tenant in (None, self.name))
+
+    def view(self, card: ModelCard) -> ModelCard:
+        """The card without the names of models that requests with this key may not use."""
+        if self.models is None:
+            return card
+        root, parent = (each if each in self.models else None for each in (card.root, card.parent))
+        return msgspec.structs.replace(card, root=root, parent=parent)
 
     def digest(self, text: str) -> str:
         """A hash of `text` that differs from the hash of any other tenant."""
@@ -76,6 +87,8 @@ class Principal:
 # The tenant of all clients if no key is configured.
 ANYONE = Principal("")
 ADMIN = Principal("admin", key="admin", is_admin=True)
+# For work that no client has asked for, such as probes. It may use all models.
+SERVER = Principal("server", is_admin=True)
 NODES_ADMIN = Principal("nodes", key="nodes", is_admin=True)  # who has the node token
 
 # Entry of the ASGI scope that marks requests which the server sends to itself, such as those of a
@@ -102,10 +115,19 @@ class Authenticator:
         principal = self.identify(request)
         route = request.scope["route"].path
         if principal is None and route not in PUBLIC_ROUTES:
+            if is_acting(request.scope):
+                raise AuthenticationError(
+                    "The API key that asked for this was removed; ask again with a valid one."
+                )
             if _presented(request):
                 await self._throttle.note_failure(request.client.host if request.client else "")
             raise AuthenticationError(
                 "A valid API key is needed: send it as 'Authorization: Bearer KEY'."
+            )
+        if route == self._metrics_route and principal is not None and principal.models is not None:
+            raise ForbiddenError(
+                "This key is limited to some models, and the metrics are of all of them; use the"
+                " token of metrics.token, or a key without this limit."
             )
         is_administrative = route.startswith(ADMIN_PATH) or route in ADMIN_ROUTES
         is_administrative = is_administrative and route not in TENANT_ROUTES
@@ -127,10 +149,7 @@ class Authenticator:
             is_open = False
         acting_for = request.scope.get(_ACTING_FOR)
         if isinstance(acting_for, Principal):
-            # If the tenant's key was revoked after the work was submitted, the remaining requests
-            # are refused.
-            current = [principal for _, principal in accepted] + [ANYONE] * is_open
-            return next((each for each in current if each == acting_for), None)
+            return self._keys.current(acting_for)
         matched = ANYONE if is_open else None
         for presented in _presented(request):
             for expected, principal in accepted:
@@ -147,7 +166,8 @@ class Authenticator:
                     "The administrator's key is needed: send it as 'Authorization: Bearer KEY'."
                 )
             raise ForbiddenError("This key is not the administrator's.")
-        if request.scope["route"].path not in CLIENT_ROUTES and not self._keys.all_are_admins:
+        is_report = request.scope["route"].path in CLIENT_ROUTES
+        if not (is_report and self._keys.shows_routes(principal)) and not self._keys.all_are_admins:
             raise ForbiddenError(
                 "This needs an administrator's key, and the server has none: set"
                 " LLM_ENGINE_ADMIN_KEY or server.admin_key_file and start the server again."
@@ -181,7 +201,7 @@ def may_administer(request: Request, keys: "KeyRing") -> bool:
 
 def may_read_routes(request: Request, keys: "KeyRing") -> bool:
     """Whether the request may learn how requests were routed, as `CLIENT_ROUTES` tell it."""
-    return may_administer(request, keys) or not keys.has_admin
+    return keys.shows_routes(principal_of(request)) or may_administer(request, keys)
 
 
 def principal_of_digest(digest: bytes) -> Principal:
@@ -234,6 +254,20 @@ class KeyRing:
         server.
         """
         return not self.credentials and self._is_local
+
+    def shows_routes(self, principal: Principal) -> bool:
+        """Whether reports on how all requests were routed are for this client, too."""
+        tenants = {each.principal for each in self.credentials}
+        return not self.has_admin and len(tenants) <= 1 and principal.models is None
+
+    def current(self, principal: Principal) -> Principal | None:
+        """The key of `principal` with the limits that it has now. None if the key was removed. A
+        key that was replaced under its name is the same key.
+        """
+        if not self.has_users and principal == ANYONE:
+            return ANYONE
+        known = (each.principal for each in self.credentials)
+        return next((it for it in known if it == principal and it.key == principal.key), None)
 
     def label(self, principal: Principal) -> str:
         """The tenant's name in the keys file. Empty for tenants that are not in the file."""

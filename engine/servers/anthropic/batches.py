@@ -140,10 +140,11 @@ def _new_batch(request: Request, services: Services) -> NewBatch:
     cards = services.backend.models()
     if not cards:
         raise UnavailableError("The model is not loaded yet.", retry_after=NOT_READY_RETRY_S)
-    now = unix_now()
+    now, principal = unix_now(), principal_of(request)
     return NewBatch(
         id=PREFIX + secrets.token_hex(16),
-        owner=principal_of(request).name,
+        owner=principal.name,
+        key=principal.key,
         pool=pool_of(cards),
         endpoint=MESSAGES,
         input_file_id="",

@@ -43,7 +43,7 @@ def add_files_and_batches_routes(app: FastAPI, services: Services) -> None:
     settings = services.settings.storage
     db_path = settings.directory / "batches.db"
     schemas = file_store.SCHEMA + batch_store.SCHEMA + uploads.SCHEMA + job_store.SCHEMA
-    database = Database(db_path, schemas)
+    database = Database(db_path, schemas, (*batch_store.ADDED, *job_store.ADDED))
     files = FileStore(settings.directory / "files", database, settings.max_size_mb * 2**20)
     store = BatchStore(database, files)
     bench = Bench(services, store, files, Caller(app), line_slots(services))
@@ -92,10 +92,11 @@ def _new_batch(request: Request, services: Services, body: BatchBody) -> NewBatc
     if not cards:
         raise UnavailableError("The model is not loaded yet.", retry_after=NOT_READY_RETRY_S)
     life_s = bounded_life_s(request, services, "output_expires_after", body.output_expires_after)
-    now = unix_now()
+    now, principal = unix_now(), principal_of(request)
     return NewBatch(
         id=PREFIX + secrets.token_hex(16),
-        owner=principal_of(request).name,
+        owner=principal.name,
+        key=principal.key,
         pool=pool_of(cards),
         endpoint=body.endpoint,
         input_file_id=body.input_file_id,

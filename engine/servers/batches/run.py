@@ -1,15 +1,17 @@
 """Runs one batch to its end. If an earlier process has begun the batch, continues from there.
 
-A line of the input file is one request. Lines run concurrently, on behalf of the batch's owner. All
-batches share a limited number of slots for lines. If a line is refused for lack of capacity, it is
-retried. Any other answer is the line's result. If the storage is full, the batch fails. If the
-storage has another error, this run ends, and the runner tries again later.
+A line of the input file is one request. Lines run concurrently, as requests with the key that made
+the batch: with its current limits, and not at all once it was removed. All batches share a limited
+number of slots for lines. If a line is refused for lack of capacity, it is retried. Any other
+answer is the line's result. If the storage is full, the batch fails. If the storage has another
+error, this run ends, and the runner tries again later.
 """
 
 import asyncio
 import contextlib
 import random
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -79,10 +81,13 @@ class BatchRun:
         store, services = self._bench.store, self._bench.services
         path = self._bench.files.path_of(batch.input_file_id)
         max_bytes = services.settings.server.body_limit_mb * 2**20
+        principal = services.keys.current(_author(batch))
+        if principal is None:
+            await store.note_errors(batch, [_keyless()])
+            return await store.find(batch.id)
+        find_model = partial(services.find_model, principal=principal)
         try:
-            found = await asyncio.to_thread(
-                scan, path, batch.endpoint, max_bytes, services.find_model
-            )
+            found = await asyncio.to_thread(scan, path, batch.endpoint, max_bytes, find_model)
         except OSError:
             found = Scan(errors=[_unreadable()])
         if found.errors:
@@ -188,7 +193,7 @@ class BatchRun:
         pause_s, num_lost = FIRST_PAUSE_S, 0
         while await self._is_ready():
             answer = await self._bench.caller.post(
-                batch.endpoint, content, Principal(batch.owner), self._over
+                batch.endpoint, content, _author(batch), self._over
             )
             if answer.status == 503 and not self._bench.services.lifecycle.is_draining:
                 num_lost += 1
@@ -216,8 +221,18 @@ class BatchRun:
                 await self._over.wait()
 
 
+def _author(batch: Batch) -> Principal:
+    """The key that made the batch, without what it may do now."""
+    return Principal(batch.owner, key=batch.key)
+
+
 def _is_overdue(batch: Batch) -> bool:
     return unix_now() >= batch.expires_at
+
+
+def _keyless() -> LineError:
+    message = "The API key that made this batch was removed; make it again with a valid one."
+    return LineError(code="invalid_api_key", message=message)
 
 
 def _unreadable() -> LineError:

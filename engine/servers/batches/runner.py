@@ -31,8 +31,10 @@ RETRY_S = 10.0
 
 
 def pool_of(cards: Sequence[ModelCard]) -> str:
-    """The id of a server's pool. It is equal for servers with the same models."""
-    names = "\n".join(sorted(card.id for card in cards))
+    """The id of a server's pool. It is equal for servers with the same models. Adapters don't
+    count: they come and go while batches run.
+    """
+    names = "\n".join(sorted(card.id for card in cards if card.parent is None))
     return hashlib.sha256(names.encode()).hexdigest()[:16]
 
 

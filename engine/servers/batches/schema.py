@@ -55,6 +55,7 @@ class Batch:
 
     id: str
     owner: str
+    key: str  # name of the API key that made the batch, and whose limits its lines have
     pool: str  # id of the servers that can run the batch (see `runner.py`)
     endpoint: str
     input_file_id: str
@@ -140,6 +141,7 @@ class Batch:
 class NewBatch:
     id: str
     owner: str
+    key: str
     pool: str
     endpoint: str
     input_file_id: str

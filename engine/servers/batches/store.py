@@ -46,6 +46,7 @@ CREATE TABLE IF NOT EXISTS batches (
     seq INTEGER PRIMARY KEY AUTOINCREMENT,
     id TEXT NOT NULL UNIQUE,
     owner TEXT NOT NULL,
+    key TEXT NOT NULL DEFAULT '',
     pool TEXT NOT NULL,
     endpoint TEXT NOT NULL,
     input_file_id TEXT NOT NULL,
@@ -86,6 +87,7 @@ CREATE TABLE IF NOT EXISTS batch_lines (
     PRIMARY KEY (batch_id, number)
 );
 """
+ADDED = (("batches", "key", "TEXT NOT NULL DEFAULT ''"),)
 _COLUMNS = ", ".join(each.name for each in fields(Batch))
 _OPEN = f"status NOT IN {ENDED}"
 

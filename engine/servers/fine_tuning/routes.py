@@ -3,6 +3,7 @@ events and checkpoints.
 """
 
 import asyncio
+import contextlib
 import secrets
 from collections.abc import AsyncIterator
 from functools import partial
@@ -14,7 +15,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from engine.core.errors import InvalidRequestError
+from engine.core.errors import InvalidRequestError, NotFoundError
 from engine.finetuning.jobs import TrainingRequest, adapter_name, make_job
 from engine.finetuning.plan import Decided, TrainingPlan
 from engine.servers.access.auth import Principal, principal_of
@@ -76,7 +77,7 @@ class FineTuning:
         folder = self.runner.folder_of(job_id)
         _, plan = await asyncio.to_thread(make_job, request, folder.path)
         try:
-            job = await self.store.create(_job_of(job_id, owner, body, plan))
+            job = await self.store.create(_job_of(job_id, principal, body, plan))
         except BaseException:
             folder.remove()
             raise
@@ -85,7 +86,10 @@ class FineTuning:
         return job
 
     def _base_path(self, model: str, principal: Principal) -> Path:
-        path = self._services.backend.files_of(model) if principal.may_use(model) else None
+        path = None
+        with contextlib.suppress(NotFoundError):
+            card = self._services.find_model(model, principal)
+            path = None if card.parent else self._services.backend.files_of(model)
         if path is None:
             raise InvalidRequestError(
                 f"'{model}' can't be fine-tuned here: give a model that our own engine serves, and"
@@ -215,7 +219,7 @@ def _event_number(cursor: str | None) -> int | None:
     return int(digits)
 
 
-def _job_of(job_id: str, owner: str, body: JobBody, plan: TrainingPlan) -> Job:
+def _job_of(job_id: str, principal: Principal, body: JobBody, plan: TrainingPlan) -> Job:
     decided = Decided(
         n_epochs=plan.n_epochs,
         batch_size=plan.batch_size,
@@ -224,7 +228,8 @@ def _job_of(job_id: str, owner: str, body: JobBody, plan: TrainingPlan) -> Job:
     )
     return Job(
         id=job_id,
-        owner=owner,
+        owner=principal.name,
+        key=principal.key,
         model=body.model,
         suffix=body.suffix or "tuned",
         status="queued",

@@ -13,11 +13,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.core.errors import ConflictError, EngineError, UnavailableError
+from engine.core.errors import (
+    AuthenticationError,
+    ConflictError,
+    EngineError,
+    NotFoundError,
+    UnavailableError,
+)
 from engine.core.store.adapter_store import keep_adapter
 from engine.finetuning.folder import JobFolder, TrainingEvent, step_of
 from engine.finetuning.jobs import adapter_name
 from engine.finetuning.process import TrainerProcess, how_it_ended, log_tail
+from engine.servers.access.auth import Principal
 from engine.servers.files.expiry import unix_now
 from engine.servers.files.store import FileStore
 from engine.servers.fine_tuning.hold import Hold
@@ -138,6 +145,7 @@ class JobRunner:
             await self._store.note(job.id, "Training continues from the last checkpoint.")
         self._training = job.id
         try:
+            self._check_key(job)
             await self._train(job)
         except UnavailableError:  # of the storage; the job goes on when it works again
             raise
@@ -150,6 +158,14 @@ class JobRunner:
             self._training = None
         await self._tidy(job)
         await self._count()
+
+    def _check_key(self, job: Job) -> None:
+        """Raise if the key that made the job was removed, or may not use the model any more."""
+        principal = self._services.keys.current(Principal(job.owner, key=job.key))
+        if principal is None:
+            raise AuthenticationError("The API key that made this job was removed.")
+        if principal.models is not None and job.model not in principal.models:
+            raise NotFoundError("The API key that made this job may not use its model any more.")
 
     async def _count(self) -> None:
         if counts := await self._store.counts():
@@ -279,8 +295,8 @@ class JobRunner:
         name = adapter_name(job.model, job.suffix, job.id.removeprefix(PREFIX)[:8])
         try:
             for step, checkpoint in served_checkpoints(folder):
-                await self._offer(f"{name}:ckpt-step-{step}", checkpoint, job.model)
-            await self._offer(name, folder.adapter, job.model)
+                await self._offer(job, f"{name}:ckpt-step-{step}", checkpoint)
+            await self._offer(job, name, folder.adapter)
         except EngineError as error:  # the adapter is kept, so the work is not lost
             text = f"The adapter is in {folder.adapter}, but it is not served: {error}"
             await self._store.note(job.id, text, level="warn")
@@ -297,9 +313,11 @@ class JobRunner:
             file = await upload.keep(job.owner, "fine-tune-results", "step_metrics.csv", expires_at)
         return file.id
 
-    async def _offer(self, name: str, adapter: Path, base: str) -> None:
-        path = await asyncio.to_thread(keep_adapter, name, adapter, base, replaces=True)
-        await self._services.backend.load_adapter(name, str(path), base=base, replaces=True)
+    async def _offer(self, job: Job, name: str, adapter: Path) -> None:
+        path = await asyncio.to_thread(
+            keep_adapter, name, adapter, job.model, replaces=True, tenant=job.owner
+        )
+        await self._services.backend.load_adapter(name, str(path), base=job.model, replaces=True)
 
 
 def served_checkpoints(folder: JobFolder) -> list[tuple[int, Path]]:

@@ -154,6 +154,7 @@ class Job:
 
     id: str
     owner: str
+    key: str  # name of the API key that made the job
     model: str
     suffix: str
     status: Status

@@ -25,6 +25,7 @@ CREATE TABLE IF NOT EXISTS fine_tuning_jobs (
     seq INTEGER PRIMARY KEY AUTOINCREMENT,
     id TEXT NOT NULL UNIQUE,
     owner TEXT NOT NULL,
+    key TEXT NOT NULL DEFAULT '',
     model TEXT NOT NULL,
     suffix TEXT NOT NULL,
     status TEXT NOT NULL,
@@ -57,6 +58,7 @@ CREATE TABLE IF NOT EXISTS fine_tuning_results (
     file_id TEXT NOT NULL
 );
 """
+ADDED = (("fine_tuning_jobs", "key", "TEXT NOT NULL DEFAULT ''"),)
 _STORED = tuple(each.name for each in fields(Job) if each.name != "result_file")
 _COLUMNS = ", ".join(
     (

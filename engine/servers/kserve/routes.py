@@ -13,6 +13,7 @@ from starlette.responses import Response
 from engine import __version__
 from engine.core.errors import NotFoundError
 from engine.core.interfaces.backend import ModelCard
+from engine.servers.access.auth import principal_of
 from engine.servers.http.errors import describe, problem
 from engine.servers.http.sse import answer_counted
 from engine.servers.kserve.answers import HEADER_LENGTH, OUTPUTS, VERSION, GenerateStream, Results
@@ -62,23 +63,23 @@ def _add_server_routes(app: FastAPI, services: Services) -> None:
         return _readiness(services)
 
     @app.post("/v2/repository/index")
-    async def repository_index() -> Response:
+    async def repository_index(request: Request) -> Response:
         is_ready = is_accepting(services)
         state = {"state": "READY"} if is_ready else {"state": "UNAVAILABLE", "reason": "not ready"}
-        cards = services.backend.models()
+        cards = services.models_for(principal_of(request))
         found = [{"name": card.id, "version": VERSION} | state for card in cards]
         return json_bytes(msgspec.json.encode(found))
 
 
 def _add_metadata_routes(app: FastAPI, services: Services, prefix: str) -> None:
     @app.get(f"{prefix}/ready", name=f"ready {prefix}")
-    async def model_ready(name: str, version: str = VERSION) -> Response:
-        _find(services, name, version)
+    async def model_ready(request: Request, name: str, version: str = VERSION) -> Response:
+        _find(services, request, name, version)
         return _readiness(services)
 
     @app.get(prefix, name=f"metadata {prefix}")
-    async def model_metadata(name: str, version: str = VERSION) -> Response:
-        return json_response(_metadata(_find(services, name, version)))
+    async def model_metadata(request: Request, name: str, version: str = VERSION) -> Response:
+        return json_response(_metadata(_find(services, request, name, version)))
 
 
 def _add_inference_routes(app: FastAPI, services: Services, prefix: str) -> None:
@@ -125,8 +126,8 @@ def _readiness(services: Services) -> Response:
     return status_response("ready" if is_ready else "not ready", ok=is_ready)
 
 
-def _find(services: Services, name: str, version: str) -> ModelCard:
-    card = services.find_model(name)
+def _find(services: Services, request: Request, name: str, version: str) -> ModelCard:
+    card = services.find_model(name, principal_of(request))
     if version != VERSION:
         raise NotFoundError(
             f"{card.id} has version {VERSION} only, not {describe(version)}.", param="version"
@@ -176,7 +177,7 @@ async def _open(
 ) -> tuple[ModelCard, EventPump]:
     card = services.choose_model(request, name)
     if version != VERSION:
-        _find(services, card.id, version)
+        _find(services, request, card.id, version)
     prompts = Prompts(
         texts=body.prompts,
         field=PROMPT,

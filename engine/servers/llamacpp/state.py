@@ -18,6 +18,7 @@ from starlette.responses import Response
 from engine import __version__
 from engine.core.errors import InvalidRequestError, UnavailableError
 from engine.core.interfaces.backend import ModelCard, TokenizerInfo
+from engine.servers.access.auth import principal_of
 from engine.servers.http.listing import Query, parse_query
 from engine.servers.llamacpp.format import settings_body
 from engine.servers.llamacpp.schema import NativeSampling
@@ -70,7 +71,7 @@ def add_state_routes(app: FastAPI, services: Services) -> None:
     @app.get("/props")
     async def props(request: Request) -> Response:
         """Describe the model and the defaults of `/completion`."""
-        card = services.find_model(parse_query(PropsQuery, request).model)
+        card = services.find_model(parse_query(PropsQuery, request).model, principal_of(request))
         is_loaded = services.backend.model_health(card.id).loaded
         key = (card.id, card.created)
         if is_loaded and key not in tokenizers:
@@ -87,7 +88,7 @@ def add_state_routes(app: FastAPI, services: Services) -> None:
     async def slots(request: Request) -> Response:
         """Describe the sequences that are computed now."""
         query = parse_query(SlotsQuery, request)
-        card = services.find_model(query.model)
+        card = services.find_model(query.model, principal_of(request))
         found = _slots(services, card)
         if query.fail_on_no_slot and all(slot["is_processing"] for slot in found):
             raise UnavailableError("No slot is idle.", retry_after=1)
@@ -98,7 +99,8 @@ def add_state_routes(app: FastAPI, services: Services) -> None:
         """List the LoRA adapters. The name of one as a request's model selects it, so none has a
         scale for all requests.
         """
-        cards = [card for card in services.models_for(request) if card.parent is not None]
+        allowed = services.models_for(principal_of(request))
+        cards = [card for card in allowed if card.parent is not None]
         return json_bytes(
             msgspec.json.encode(
                 [{"id": index, "path": card.id, "scale": 0.0} for index, card in enumerate(cards)]

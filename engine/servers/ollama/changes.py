@@ -67,7 +67,7 @@ def add_change_routes(app: FastAPI, services: Services, models: OllamaModels) ->
     async def delete(request: Request) -> Response:
         body = await services.read(request, OllamaNamedBody, any_type=True)
         async with audit.change(who_is(request), "models.delete", body.model_name):
-            await _delete(services, models, body.model_name)
+            await _delete(services, models, request, body.model_name)
         return Response()
 
     @app.post("/api/copy")
@@ -249,15 +249,15 @@ async def _forget(services: Services, models: OllamaModels, model_id: str) -> No
     services.presets.pop(model_id, None)
 
 
-async def _delete(services: Services, models: OllamaModels, name: str) -> None:
-    served = models.served(name)
+async def _delete(services: Services, models: OllamaModels, request: Request, name: str) -> None:
+    served = models.served(request, name)
     if served in models.created:
         await _forget(services, models, served)
         return
     stored = best_match(name, await models.stored())
     if stored is None:
         if served is None:
-            raise models.unknown(name)
+            raise models.unknown(request, name)
         raise ConflictError(f"{served} is not in the model store; the settings name it.")
     for new_id, base in models.created.items():
         if base == stored:

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from engine.core.errors import ConfigError, ForbiddenError, InvalidRequestError, NotFoundError
 from engine.core.interfaces.backend import ModelCard
 from engine.core.store.model_store import ModelStore, StoredModel
-from engine.servers.access.auth import may_administer
+from engine.servers.access.auth import may_administer, principal_of
 from engine.servers.ops.admin import who_is
 from engine.servers.ops.reload import audit_of
 from engine.servers.serving.services import Services
@@ -58,9 +58,10 @@ class OllamaModels:
         self._audit = audit_of(services)
         self.created: dict[str, str] = {}
 
-    def served(self, name: str) -> str | None:
-        """The id of the served model that `name` means."""
-        return best_match(name, [card.id for card in self._services.backend.models()])
+    def served(self, request: Request, name: str) -> str | None:
+        """The id of the served model that `name` means, of those that the client may use."""
+        allowed = self._services.models_for(principal_of(request))
+        return best_match(name, [card.id for card in allowed])
 
     async def stored(self) -> dict[str, StoredModel]:
         return await asyncio.to_thread(ModelStore().models)
@@ -69,19 +70,19 @@ class OllamaModels:
         """The model that will answer. A model of the store is loaded, if the client may do that."""
         if name is None:
             return self._services.choose_model(request, None)
-        found = self.served(name)
+        found = self.served(request, name)
         if found is None and may_administer(request, self._services.keys):
             found = best_match(name, await self.stored())
             if found is not None:
                 await self._load(request, found)
         if found is None:
-            raise self.unknown(name)
+            raise self.unknown(request, name)
         if found not in (name, name.removesuffix(LATEST)):
             self._services.warn(request, "model", f"{found} answers")
         return self._services.choose_model(request, found)
 
-    def unknown(self, name: str) -> NotFoundError:
-        cards = self._services.backend.models()[:_MAX_NAMED]
+    def unknown(self, request: Request, name: str) -> NotFoundError:
+        cards = self._services.models_for(principal_of(request))[:_MAX_NAMED]
         known = ", ".join(card.id for card in cards) or "none"
         return NotFoundError(
             f"model '{name}' not found. Available: {known}.", param="model", code="model_not_found"

@@ -14,7 +14,7 @@ from engine import __version__
 from engine.core.errors import NotFoundError
 from engine.core.interfaces.backend import ModelCard, Preset
 from engine.core.store.model_store import StoredModel
-from engine.servers.access.auth import may_administer
+from engine.servers.access.auth import may_administer, principal_of
 from engine.servers.ollama.changes import add_change_routes
 from engine.servers.ollama.format import timestamp
 from engine.servers.ollama.generation import (
@@ -53,31 +53,34 @@ def _add_model_routes(app: FastAPI, services: Services, models: OllamaModels) ->
     @app.get("/api/tags")
     async def tags(request: Request) -> Response:
         """List the models that the client can use."""
-        cards = services.models_for(request)
+        principal = principal_of(request)
+        cards = services.models_for(principal)
         served = {card.root or card.id for card in cards}
-        listed = [_entry(card) for card in cards]
+        listed = [_entry(principal.view(card)) for card in cards]
         if may_administer(request, services.keys):
             stored = await models.stored()
             listed += [_stored_entry(each) for each in stored.values() if each.name not in served]
         return json_response({"models": listed})
 
     @app.get("/api/ps")
-    async def loaded() -> Response:
+    async def loaded(request: Request) -> Response:
         """List the models in memory."""
-        cards = [card for card in services.backend.models() if card.root is None]
+        allowed = services.models_for(principal_of(request))
+        cards = [card for card in allowed if card.root is None]
         running = [card for card in cards if services.backend.model_health(card.id).loaded]
         return json_response({"models": [_running(services, card) for card in running]})
 
     @app.post("/api/show")
     async def show(request: Request) -> Response:
         body = await services.read(request, OllamaShowBody, any_type=True)
-        found = models.served(body.model_name)
+        found, principal = models.served(request, body.model_name), principal_of(request)
         if found is not None:
-            return json_response(await _shown(services, services.find_model(found, request)))
+            card = services.find_model(found, principal)
+            return json_response(await _shown(services, principal.view(card)))
         stored = await models.stored() if may_administer(request, services.keys) else {}
         name = best_match(body.model_name, stored)
         if name is None:
-            raise models.unknown(body.model_name)
+            raise models.unknown(request, body.model_name)
         return json_response(_stored_shown(stored[name]))
 
 

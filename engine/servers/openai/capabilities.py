@@ -9,10 +9,12 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI
 from pydantic import BaseModel
+from starlette.requests import Request
 from starlette.responses import Response
 
 from engine import __version__
 from engine.core.interfaces.backend import ModelCard
+from engine.servers.access.auth import principal_of
 from engine.servers.anthropic import schema as anthropic
 from engine.servers.anthropic.batches import MessageBatchBody
 from engine.servers.batches import lines
@@ -67,7 +69,7 @@ LIMITS = {
 
 def add_capabilities_routes(app: FastAPI, services: Services) -> None:
     @app.get("/v1/capabilities")
-    async def capabilities() -> Response:
+    async def capabilities(request: Request) -> Response:
         """List the features of this server and its models."""
         server, served = services.settings.server, api_routes(app)
         body = {
@@ -90,7 +92,7 @@ def add_capabilities_routes(app: FastAPI, services: Services) -> None:
                 "max_concurrent_requests": server.max_concurrent_requests,
                 "request_timeout_seconds": server.request_timeout_s,
             },
-            "models": [_model(card) for card in services.backend.models()],
+            "models": [_model(card) for card in services.models_for(principal_of(request))],
         }
         return Response(msgspec.json.encode(body), media_type="application/json")
 

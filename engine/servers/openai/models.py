@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.core.interfaces.backend import Health, ModelCard
+from engine.servers.access.auth import principal_of
 from engine.servers.serving.services import Services, json_response
 
 _DEPRECATED = {"deprecation": "true", "link": '</v1/models>; rel="successor-version"'}
@@ -64,12 +65,14 @@ def add_model_routes(app: FastAPI, services: Services) -> None:
 
 
 def _all(services: Services, request: Request) -> dict[str, Any]:
-    cards = [_described(services, card) for card in services.models_for(request)]
+    principal = principal_of(request)
+    cards = [_described(services, principal.view(it)) for it in services.models_for(principal)]
     return {"object": "list", "data": cards}
 
 
 def _one(services: Services, request: Request, model_id: str) -> dict[str, Any]:
-    return _described(services, services.find_model(model_id, request))
+    principal = principal_of(request)
+    return _described(services, principal.view(services.find_model(model_id, principal)))
 
 
 def _described(services: Services, card: ModelCard) -> dict[str, Any]:

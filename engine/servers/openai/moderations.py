@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from engine.core.errors import InferenceError, InvalidRequestError, NotFoundError
 from engine.core.interfaces.backend import ChatRequest, GenerationContext, GrammarSpec, ModelCard
+from engine.servers.access.auth import principal_of
 from engine.servers.http.errors import check_keys, describe, problem
 from engine.servers.openai.format import Choice, collect
 from engine.servers.schema import fields
@@ -176,11 +177,11 @@ def _model(services: Services, request: Request, asked: str | None) -> ModelCard
             code="unsupported_endpoint",
         )
     try:
-        card = services.find_model(name)
+        card = services.find_model(name, principal_of(request))
     except NotFoundError:
         raise InvalidRequestError(
-            f"server.moderation_model is {name!r}, and this server has no such model: serve it, or"
-            " change the setting.",
+            "server.moderation_model names a model that is not served here, or that this key may"
+            " not use: serve it, or change the setting.",
             code="unsupported_endpoint",
         ) from None
     for ability in ("chat", "json_schema"):

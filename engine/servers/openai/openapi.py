@@ -5,8 +5,8 @@ read bodies without FastAPI, to enforce limits and to parse large bodies in a th
 below list the bodies.
 """
 
+import asyncio
 from collections.abc import Iterable
-from functools import cache
 from typing import Any
 
 import msgspec
@@ -238,14 +238,19 @@ _HEADERS = {
 
 
 def add_openapi_routes(app: FastAPI, services: Services) -> None:
-    @cache  # built on first use, when all routes are registered
+    made: asyncio.Future[bytes] | None = None  # begun on first use, when all routes are registered
+
     def encoded() -> bytes:
         return msgspec.json.encode(document(app))
 
     @app.get("/openapi.json")
     async def openapi() -> Response:
         """Return this OpenAPI document."""
-        return Response(encoded(), media_type="application/json")
+        nonlocal made
+        if made is None:
+            # In a thread, because it takes a second. All requests wait for the same one.
+            made = asyncio.ensure_future(asyncio.to_thread(encoded))
+        return Response(await asyncio.shield(made), media_type="application/json")
 
 
 def document(app: FastAPI) -> dict[str, Any]:

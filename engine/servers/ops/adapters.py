@@ -1,7 +1,9 @@
 """POST /v1/load_lora_adapter and /v1/unload_lora_adapter, with vLLM's bodies and answers. They
-serve a LoRA adapter, or no longer, while the server runs. Only an administrator may call them.
+serve a LoRA adapter, or no longer, while the server runs. Only an administrator may call them. On a
+server without keys, everyone may, but only with adapters of certain folders.
 """
 
+import asyncio
 from typing import Annotated
 
 from fastapi import FastAPI
@@ -10,6 +12,10 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from engine.core.config_tables import ModelId
+from engine.core.errors import ForbiddenError
+from engine.core.store.adapter_store import adapters_directory, real_path
+from engine.core.store.model_store import store_directory
+from engine.servers.access.auth import principal_of
 from engine.servers.ops.admin import who_is
 from engine.servers.ops.reload import audit_of
 from engine.servers.serving.services import Services
@@ -43,9 +49,8 @@ def add_adapter_routes(app: FastAPI, services: Services) -> None:
         body = await services.read(request, LoadAdapterBody)
         name, base = body.lora_name, body.base_model_name
         async with audit.change(who_is(request), "adapters.load", name, path=body.lora_path):
-            await services.backend.load_adapter(
-                name, body.lora_path, base=base, replaces=body.load_inplace
-            )
+            path = await asyncio.to_thread(_allowed, services, request, body.lora_path)
+            await services.backend.load_adapter(name, path, base=base, replaces=body.load_inplace)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     @app.post("/v1/unload_lora_adapter")
@@ -54,3 +59,22 @@ def add_adapter_routes(app: FastAPI, services: Services) -> None:
         async with audit.change(who_is(request), "adapters.unload", name):
             await services.backend.unload_adapter(name)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
+
+
+def _allowed(services: Services, request: Request, path: str) -> str:
+    """The path without symbolic links. Without an admin key, it must be in one of our stores, or
+    in `model.adapter_directory`. Nothing is said about files elsewhere.
+    """
+    if principal_of(request).is_admin:
+        return path
+    own = services.settings.model.adapter_directory
+    roots = (adapters_directory(), store_directory(), *((own,) if own is not None else ()))
+    full = real_path(path)
+    if not any(full.is_relative_to(real_path(str(root))) for root in roots):
+        raise ForbiddenError(
+            "Without an administrator's key only adapters in model.adapter_directory and in the"
+            " store (`engine adapters add`) can be loaded. For others set LLM_ENGINE_ADMIN_KEY and"
+            " start the server again.",
+            param="lora_path",
+        )
+    return str(full)

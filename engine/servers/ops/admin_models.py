@@ -12,7 +12,7 @@ from engine.core.config_tables import ModelId, refuse_secrets
 from engine.core.errors import ConfigError, ForbiddenError, InvalidRequestError
 from engine.core.store.catalogue import CATALOGUE
 from engine.core.store.model_store import ModelStore
-from engine.servers.access.auth import principal_of
+from engine.servers.access.auth import SERVER, principal_of
 from engine.servers.ops.admin import who_is
 from engine.servers.ops.reload import audit_of
 from engine.servers.ops.warming import MAX_PROMPTS, tenants_of, warm
@@ -118,7 +118,7 @@ def _add_cache_routes(app: FastAPI, services: Services) -> None:
     @app.post("/v1/admin/cache/flush")
     async def flush(request: Request) -> Response:
         body = await services.read(request, FlushBody)
-        model = "" if body.model is None else services.find_model(body.model).id
+        model = "" if body.model is None else services.find_model(body.model, SERVER).id
         async with audit.change(who_is(request), "cache.flush", model):
             done = await services.backend.flush_prefixes(model=model)
         return json_response({"done": done})

@@ -31,7 +31,8 @@ def add_requests_routes(app: FastAPI, services: Services) -> None:
     @app.get("/v1/admin/requests")
     async def requests(request: Request) -> Response:
         limit = _limit(request.query_params.get("limit"))
-        newest = islice(services.history.newest(_tenant(services, request)), limit)
+        seen = services.history.newest(_tenant(services, request))
+        newest = islice((each for each in seen if _may_see(request, each)), limit)
         return json_response(
             {"requests": [summary(services, each) for each in newest], "kept": _kept(services)}
         )
@@ -39,7 +40,7 @@ def add_requests_routes(app: FastAPI, services: Services) -> None:
     @app.get("/v1/admin/requests/{request_id}")
     async def explain(request: Request, request_id: str) -> Response:
         record = services.history.find(request_id, _tenant(services, request))
-        if record is None:
+        if record is None or not _may_see(request, record):
             raise NotFoundError(
                 f"There is no such request: it still runs, or it is not among the last"
                 f" {_kept(services)} that the server keeps (requests.keep).",
@@ -58,6 +59,12 @@ def _kept(services: Services) -> int:
 def _tenant(services: Services, request: Request) -> str | None:
     """The tenant whose requests the client may see. None: those of all tenants."""
     return None if may_administer(request, services.keys) else principal_of(request).name
+
+
+def _may_see(request: Request, record: RequestRecord) -> bool:
+    """Whether the key may know of the request. Another key of its tenant may use other models."""
+    models = principal_of(request).models
+    return models is None or record.model is None or record.model in models
 
 
 def _limit(given: str | None) -> int:

@@ -24,6 +24,7 @@ from engine.core.interfaces.backend import (
     UsageEvent,
 )
 from engine.core.interfaces.request import SamplingParams
+from engine.servers.access.auth import SERVER
 from engine.servers.openai.schema import ChatBody, CompletionBody
 from engine.servers.schema.body import parse_body
 from engine.servers.serving.generation_context import OFFLINE_PRIORITY
@@ -82,7 +83,7 @@ async def warm(
     and tokens, the time, and the first errors. If the backend refuses a prompt, the other prompts
     are still computed.
     """
-    resolved = services.find_model(model)
+    resolved = services.find_model(model, SERVER)
     owned = [(prompt, _owners(prompt, resolved.cache_identity, tenants)) for prompt in prompts]
     num_skipped = sum(not owners for _, owners in owned)
     owned = [each for each in owned if each[1]][:most]

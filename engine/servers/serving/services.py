@@ -23,7 +23,7 @@ from engine.core.interfaces.backend import ModelCard, Preset
 from engine.core.interfaces.request import SamplingParams
 from engine.core.key_file import NO_LIMITS
 from engine.core.observability.metrics import Metrics
-from engine.servers.access.auth import ANYONE, KeyRing, principal_of
+from engine.servers.access.auth import KeyRing, Principal, principal_of
 from engine.servers.access.quotas import Quotas
 from engine.servers.http.errors import PromptTooLargeError
 from engine.servers.http.history import RequestHistory
@@ -112,15 +112,18 @@ class Services:
         """Admit the request, or raise without waiting. The caller must close the returned
         ticket.
         """
+        principal = principal_of(request)
         if not self.backend.is_ready:
-            why = self.backend.health().detail.rstrip(".")
-            raise UnavailableError(f"The model is not ready: {why}.", retry_after=NOT_READY_RETRY_S)
+            # The detail may name models that a limited key may not know of.
+            why = (
+                f": {self.backend.health().detail.rstrip('.')}" if principal.models is None else ""
+            )
+            raise UnavailableError(f"The model is not ready{why}.", retry_after=NOT_READY_RETRY_S)
         record = record_of(request.scope)
         ticket = Ticket(self.lifecycle, self.metrics, record)
         announced = request.headers.get("content-length", "")
         num_bytes = int(announced) if announced.isdecimal() and len(announced) < 12 else 0
         try:
-            principal = principal_of(request)
             if principal.limits is not NO_LIMITS or self.quotas.limits_all:
                 ticket.hold(await self.quotas.enter(principal, num_bytes, record.limit_headers))
         except BaseException:
@@ -186,14 +189,15 @@ class Services:
                 f"{error.message} This model's maximum context length is {longest} tokens."
             ) from None
 
-    def find_model(self, name: str | None, request: Request | None = None) -> ModelCard:
-        """The model of this name. With `request`, only if its key may use the model."""
-        return self._with_preset(self._resolve(name, request).card)
+    def find_model(self, name: str | None, principal: Principal) -> ModelCard:
+        """The model of this name, if `principal` may use it. Without a name, the default model."""
+        return self._with_preset(self._resolve(name, principal).card)
 
-    def models_for(self, request: Request) -> list[ModelCard]:
-        """The models and adapters that the client's key may use."""
-        principal = principal_of(request)
-        return [card for card in self.backend.models() if principal.may_use(card.id)]
+    def models_for(self, principal: Principal) -> list[ModelCard]:
+        """The models and adapters that the key may use. No answer to its requests may name
+        others.
+        """
+        return [card for card in self.backend.models() if principal.may_use(card)]
 
     def _with_preset(self, card: ModelCard) -> ModelCard:
         """The card with the defaults of the model's preset, if there is one."""
@@ -210,39 +214,56 @@ class Services:
         """The model that will answer. Warns the client if it is not the requested model. The name
         may be left out if only one model is served.
         """
-        name = request.scope.get(DEPLOYMENT, name)
+        name, principal = request.scope.get(DEPLOYMENT, name), principal_of(request)
         if name is None:
-            self._check_one_model()
-        elif self._accepts_any_model and self.backend.resolve(name) is None:
+            self._check_one_model(principal)
+        elif self._accepts_any_model(principal) and self._allowed(name, principal) is None:
             self.warn(request, "model", "is not served here, so the only model answers")
             name = None
-        resolved = self._resolve(name, request)
+        resolved = self._resolve(name, principal)
         if resolved.warning is not None:
             self.warn(request, "model", resolved.warning)
         record_of(request.scope).model = resolved.card.id
         return self._with_preset(resolved.card)
 
-    @property
-    def _accepts_any_model(self) -> bool:
-        return self.settings.server.accept_any_model and len(self._served_ids()) == 1
+    def _served_ids(self, principal: Principal) -> list[str]:
+        """The models that the key may use, without other names of the same model."""
+        cards = self.models_for(principal)
+        ids = {card.id for card in cards}
+        return [card.id for card in cards if card.root is None or card.root not in ids]
 
-    def _served_ids(self) -> list[str]:
-        return list({card.root or card.id: None for card in self.backend.models()})
+    def _accepts_any_model(self, principal: Principal) -> bool:
+        return self.settings.server.accept_any_model and len(self._served_ids(principal)) == 1
 
-    def _check_one_model(self) -> None:
-        served = self._served_ids()
+    def _check_one_model(self, principal: Principal) -> None:
+        served = self._served_ids(principal)
         if len(served) > 1:
             known = ", ".join(served[:_MAX_NAMED_MODELS])
             raise InvalidRequestError(
                 f"model is needed, because several models are served: {known}.", param="model"
             )
 
-    def _resolve(self, name: str | None, request: Request | None) -> Resolved:
-        principal = ANYONE if request is None else principal_of(request)
+    def _allowed(self, name: str | None, principal: Principal) -> Resolved | None:
+        """The model that answers for this name, if the key may use it. A model that it may not use
+        is like one that is not there.
+        """
+        if principal.models is not None:
+            name = next(iter(self._served_ids(principal)), "") if name is None else name
+            if name not in principal.models:
+                return None
         resolved = self.backend.resolve(name)
-        if resolved is not None and principal.may_use(resolved.card.id):
+        if resolved is None or principal.may_use(resolved.card):
             return resolved
-        cards = self.backend.models() if request is None else self.models_for(request)
+        if resolved.card.id == name or resolved.warning is None:
+            return None
+        # Another model would answer for this one, and the key may not use it.
+        raise UnavailableError(f"{name} is not ready.", retry_after=NOT_READY_RETRY_S)
+
+    def _resolve(self, name: str | None, principal: Principal) -> Resolved:
+        resolved = self._allowed(name, principal)
+        if resolved is not None:
+            return resolved
+        cards = self.models_for(principal)
         known = ", ".join(card.id for card in cards[:_MAX_NAMED_MODELS]) or "none"
         raise NotFoundError(
             f"There is no such model here. Available: {known}.",

@@ -12,7 +12,7 @@ import fcntl
 import logging
 import os
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -27,6 +27,7 @@ _DAMAGE = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
 # Suffixes of the files that SQLite keeps beside the database.
 _COMPANIONS = ("-wal", "-shm")
 T = TypeVar("T")
+Column = tuple[str, str, str]
 
 
 class FileLock:
@@ -63,12 +64,14 @@ class FileLock:
 
 class Database:
     """A SQLite file. `schema` is SQL that creates the tables. It runs whenever the file is opened,
-    so it must use `IF NOT EXISTS`.
+    so it must use `IF NOT EXISTS`. `added` has the columns that files of earlier versions lack,
+    each as (table, name, declaration).
     """
 
-    def __init__(self, path: Path, schema: str) -> None:
+    def __init__(self, path: Path, schema: str, added: Sequence[Column] = ()) -> None:
         self._path = path
         self._schema = schema
+        self._added = added
         self._connection: sqlite3.Connection | None = None
         self._identity: tuple[int, int] | None = None  # (device, inode) of the open file
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="database")
@@ -127,11 +130,18 @@ class Database:
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA foreign_keys = ON")
             connection.executescript(self._schema)
+            self._add_columns(connection)
             self._identity = _identity(self._path)
         except BaseException:
             connection.close()
             raise
         return connection
+
+    def _add_columns(self, connection: sqlite3.Connection) -> None:
+        for table, name, declaration in self._added:
+            known = {row["name"] for row in connection.execute(f"PRAGMA table_info({table})")}
+            if name not in known:
+                connection.execute(f"ALTER TABLE {table} ADD COLUMN {name} {declaration}")
 
     def _set_aside(self) -> None:
         """Rename the corrupt file, overwriting a corrupt file that was renamed earlier."""

@@ -13,9 +13,11 @@ from engine.core.interfaces.backend import (
     CompletionRequest,
     EmbedRequest,
     GenerationContext,
+    ModelCard,
     TextPair,
 )
 from engine.core.interfaces.request import SamplingParams
+from engine.servers.access.auth import SERVER, principal_of
 from engine.servers.ops.admin import who_is
 from engine.servers.ops.probes import is_accepting, status_response
 from engine.servers.ops.reload import audit_of
@@ -28,13 +30,14 @@ _PROMPT = "."
 def add_sglang_routes(app: FastAPI, services: Services) -> None:
     @app.get("/model_info")
     @app.get("/get_model_info")
-    async def model_info() -> Response:
-        return json_response(_model(services))
+    async def model_info(request: Request) -> Response:
+        return json_response(_model(services.find_model(None, principal_of(request))))
 
     @app.get("/server_info")
     @app.get("/get_server_info")
-    async def server_info() -> Response:
-        return json_response(_model(services) | _server(services))
+    async def server_info(request: Request) -> Response:
+        card = services.find_model(None, principal_of(request))
+        return json_response(_model(card) | _server(services, card))
 
     @app.get("/health_generate")
     async def health_generate() -> Response:
@@ -57,8 +60,7 @@ def add_sglang_routes(app: FastAPI, services: Services) -> None:
         return PlainTextResponse("\n".join(("Cache flushed.", *done)))
 
 
-def _model(services: Services) -> dict[str, Any]:
-    card = services.find_model(None)
+def _model(card: ModelCard) -> dict[str, Any]:
     return {
         # The id, because the path of the model's file is not for clients.
         "model_path": card.id,
@@ -74,8 +76,8 @@ def _model(services: Services) -> dict[str, Any]:
     }
 
 
-def _server(services: Services) -> dict[str, Any]:
-    card, stats = services.find_model(None), services.backend.stats()
+def _server(services: Services, card: ModelCard) -> dict[str, Any]:
+    stats = services.backend.stats()
     state: dict[str, Any] = {}
     if stats is not None:
         state = {
@@ -94,7 +96,7 @@ def _server(services: Services) -> dict[str, Any]:
 
 async def _probe(services: Services) -> None:
     """Make the engine compute something. Returns when the first result arrives."""
-    card, request_id = services.find_model(None), new_completion_id("health")
+    card, request_id = services.find_model(None, SERVER), new_completion_id("health")
     if "completions" not in card.capabilities:
         text = TextPair(_PROMPT, _PROMPT) if "rerank" in card.capabilities else _PROMPT
         asked = EmbedRequest(request_id=request_id, model=card.id, inputs=(text,))

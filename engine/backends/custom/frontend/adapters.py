@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -15,7 +14,13 @@ from engine.core.errors import EngineError, InvalidRequestError, ModelError, Not
 from engine.core.interfaces.backend import ModelCard
 from engine.core.interfaces.request import AdapterRef, ControlReply
 from engine.core.sandbox.examination import examine
-from engine.core.store.adapter_store import NAME, kept_adapters
+from engine.core.store.adapter_store import (
+    NAME,
+    check_is_adapter,
+    kept_adapters,
+    real_path,
+    tenant_of,
+)
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +35,7 @@ class ServedAdapter(msgspec.Struct, frozen=True):
     rank: int
     num_bytes: int
     created: int
+    tenant: str | None  # who may use it; None: everyone
 
 
 class _Facts(msgspec.Struct, frozen=True):
@@ -75,7 +81,8 @@ class ServedAdapters:
             raise InvalidRequestError(
                 f"The lora adapter '{name}' has already been loaded.", param="lora_name"
             )
-        full = Path(path).expanduser().resolve()
+        full = real_path(path)
+        check_is_adapter(full)
         try:
             await asyncio.to_thread(examine, full, EXAMINER)
         except ModelError as error:  # what is wrong is the request, not the model that is served
@@ -85,7 +92,9 @@ class ServedAdapters:
             raise InvalidRequestError(reply.message, param="lora_path")
         facts = msgspec.json.decode(reply.message, type=_Facts)
         ref = AdapterRef(facts.key, str(full), facts.changes_head)
-        self._served[name] = ServedAdapter(ref, facts.rank, facts.num_bytes, int(time.time()))
+        tenant = await asyncio.to_thread(tenant_of, full)
+        created = int(time.time())
+        self._served[name] = ServedAdapter(ref, facts.rank, facts.num_bytes, created, tenant)
 
     async def start(self, paths: Mapping[str, str], own: str) -> None:
         """Serve the adapters at `paths`, and those of the store. An adapter of the store that can't
@@ -114,7 +123,12 @@ class ServedAdapters:
     def cards(self, base: ModelCard) -> list[ModelCard]:
         return [
             msgspec.structs.replace(
-                base, id=name, root=base.id, parent=base.id, created=each.created
+                base,
+                id=name,
+                root=base.id,
+                parent=base.id,
+                created=each.created,
+                tenant=each.tenant,
             )
             for name, each in self._served.items()
         ]

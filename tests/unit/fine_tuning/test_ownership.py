@@ -1,0 +1,124 @@
+"""A model belongs to the tenant that trained it, and a job has the rights of its key."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from engine.core.key_file import add_key, remove_key
+from engine.core.store.adapter_store import kept_adapters
+from tests.fake_backend import MODEL
+from tests.live_server import LiveServer, live_server
+from tests.scripted_trainer import TunedBackend, client_of, create, trainer_of, wait_for
+
+ADMIN = "admin-key-0123456789abcdef"
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> dict[str, str]:
+    path = tmp_path / "keys.json"
+    return {
+        "owner": add_key(path, "owner", tenant="team")[0],
+        "colleague": add_key(path, "colleague", tenant="team")[0],
+        "limited": add_key(path, "limited", tenant="team", models=[MODEL])[0],
+        "stranger": add_key(path, "stranger")[0],
+    }
+
+
+@pytest.fixture
+def backend() -> TunedBackend:
+    return TunedBackend()
+
+
+@pytest.fixture
+def server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, str], backend: TunedBackend
+) -> Iterator[LiveServer]:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    section = {"keys_file": tmp_path / "keys.json", "admin_key": ADMIN}
+    with live_server(backend, server=section, storage={"path": tmp_path}) as server:
+        yield server
+
+
+def trained(server: LiveServer, key: str) -> str:
+    client = client_of(server, key)
+    job = create(client)
+    trainer_of(job).succeed()
+    return str(wait_for(client, job, "succeeded").fine_tuned_model)
+
+
+def is_usable(server: LiveServer, key: str, model: str) -> bool:
+    """Whether the key sees the model and may use it. It may do both or neither."""
+    client = client_of(server, key)
+    listed = model in [each.id for each in client.models.list()]
+    try:
+        client.models.retrieve(model)
+        client.completions.create(model=model, prompt="a")
+    except openai.NotFoundError as error:
+        assert not listed and model not in error.message
+        return False
+    assert listed
+    return True
+
+
+def test_a_model_is_for_the_tenant_that_trained_it(
+    server: LiveServer, keys: dict[str, str]
+) -> None:
+    model = trained(server, keys["owner"])
+    usable = [name for name, key in keys.items() if is_usable(server, key, model)]
+    assert usable == ["owner", "colleague"]
+    assert is_usable(server, ADMIN, model)
+
+
+def test_only_its_tenant_and_the_administrator_delete_a_model(
+    server: LiveServer, keys: dict[str, str], backend: TunedBackend
+) -> None:
+    first, second = (trained(server, keys["owner"]) for _ in range(2))
+    for name in ("stranger", "limited"):
+        with pytest.raises(openai.NotFoundError) as caught:
+            client_of(server, keys[name]).models.delete(first)
+        assert first not in caught.value.message
+    with pytest.raises(openai.PermissionDeniedError):
+        client_of(server, keys["owner"]).models.delete(MODEL)
+    assert client_of(server, keys["colleague"]).models.delete(first).deleted
+    assert client_of(server, ADMIN).models.delete(second).deleted
+    assert not is_usable(server, keys["owner"], first) and not backend.bases
+    assert not kept_adapters()
+
+
+def test_the_owner_is_known_after_a_restart(
+    server: LiveServer, keys: dict[str, str], backend: TunedBackend
+) -> None:
+    model = trained(server, keys["owner"])
+    backend.reset()
+    for name, path in kept_adapters().items():
+        asyncio.run(backend.load_adapter(name, str(path)))
+    assert is_usable(server, keys["owner"], model)
+    assert not is_usable(server, keys["stranger"], model)
+
+
+def test_a_shared_adapter_is_not_its_users_to_delete(
+    server: LiveServer, keys: dict[str, str], backend: TunedBackend
+) -> None:
+    asyncio.run(backend.load_adapter("shared", "/adapters/shared"))
+    with pytest.raises(openai.PermissionDeniedError, match="all clients share"):
+        client_of(server, keys["owner"]).models.delete("shared")
+    assert is_usable(server, keys["stranger"], "shared")
+
+
+def test_a_job_ends_if_its_key_is_gone_when_its_turn_comes(
+    server: LiveServer, keys: dict[str, str], tmp_path: Path
+) -> None:
+    first = create(client_of(server, keys["owner"]))
+    waiting = create(client_of(server, keys["owner"]))
+    trainer = trainer_of(first)
+    remove_key(tmp_path / "keys.json", "owner")
+    answer = httpx.post(f"{server.url}/v1/admin/reload", json={}, headers={"api-key": ADMIN})
+    assert answer.status_code == 200, answer.text
+    trainer.succeed()
+    colleague = client_of(server, keys["colleague"])
+    job = wait_for(colleague, waiting, "failed")
+    assert "API key that made this job was removed" in job.error.message
