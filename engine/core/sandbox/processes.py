@@ -18,6 +18,9 @@ PR_SET_CHILD_SUBREAPER = 36
 GARBAGE_OBJECTS = 50_000  # number of new objects after which the garbage collector runs
 # The tokens of a thousand streams are some hundred kilobytes per step. The kernel may grant less.
 SEND_BYTES = 2**20
+# A process that was killed ends within milliseconds, unless it waits in the kernel, for example for
+# a disk that does not answer.
+KILLED_WITHIN_S = 10.0
 
 
 def start_child(
