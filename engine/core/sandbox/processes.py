@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -42,6 +43,15 @@ def start_child(
         stderr=output,
         env=env,
     )
+
+
+def kill_child(process: subprocess.Popen[Any]) -> None:
+    """Kill a child process, and wait until it has ended. One that waits in the kernel is left
+    behind after `KILLED_WITHIN_S`.
+    """
+    process.kill()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(KILLED_WITHIN_S)
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:

@@ -194,7 +194,7 @@ async def answer_of(work: Awaitable[Result], pid: int, max_idle_s: float) -> Res
     began_at, silence = time.monotonic(), Silence(pid)
     try:
         while not working.done():
-            await asyncio.wait([working], timeout=LOOK_S)
+            await asyncio.wait([working], timeout=min(LOOK_S, max_idle_s))
             if silence.counted(time.monotonic() - began_at) > max_idle_s and not working.done():
                 raise TimeoutError
         return working.result()

@@ -15,7 +15,7 @@ import time
 from typing import TYPE_CHECKING
 
 from engine.backends.custom.ipc.heartbeat import Heartbeat, heartbeat_file
-from engine.core.sandbox.processes import KILLED_WITHIN_S, socket_pair, start_child
+from engine.core.sandbox.processes import kill_child, socket_pair, start_child
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -66,9 +66,7 @@ class EngineProcess:
     def discard(self) -> None:
         """Kill the child process, which is no longer needed."""
         self.socket.close()
-        self.process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # it waits in the kernel
-            self.process.wait(KILLED_WITHIN_S)
+        kill_child(self.process)
 
     def _send(self, message: "msgspec.Struct") -> None:
         from engine.backends.custom.ipc.transport import encode_frame
