@@ -60,10 +60,11 @@ from engine.backends.custom.worker.encoder_loop import warm_up as warm_up_encode
 from engine.backends.custom.worker.loading import load_encoder, load_images, load_runner
 from engine.backends.custom.worker.memory import MemoryPlan
 from engine.core import faults
-from engine.core.errors import EngineError
+from engine.core.errors import EngineError, ResourceError
 from engine.core.interfaces.request import Examine, Examined, Fatal, Ready, Stop, ToEngine
 from engine.core.observability.logging import setup_logging
 from engine.core.sandbox.examination_child import Fork
+from engine.core.sandbox.exhaustion import what_ran_out
 from engine.core.sandbox.processes import die_with_parent, keep_all, offer_to_be_killed
 
 if TYPE_CHECKING:
@@ -329,11 +330,19 @@ def main(
         channel.send(Fatal(error.error_code, error.message))
         return 1
     except Exception as error:
-        log.exception("the engine failed")
         finish_answer()
-        channel.send(Fatal("INTERNAL_ERROR", f"{type(error).__name__} in the engine; see its log."))
+        channel.send(_fatal(error))
         return 1
     return 0
+
+
+def _fatal(error: Exception) -> Fatal:
+    """What the frontend is told of a failure that has no message of its own."""
+    if (cause := what_ran_out(error)) is not None:
+        log.error("the engine failed: %s", cause)
+        return Fatal(ResourceError.code, f"The engine does not fit: {cause}")
+    log.exception("the engine failed", exc_info=error)
+    return Fatal("INTERNAL_ERROR", f"{type(error).__name__} in the engine; see its log.")
 
 
 def _read_options(sock: socket.socket) -> tuple[EngineOptions, threading.Thread | None]:
