@@ -112,6 +112,7 @@ class FakeBackend(InferenceBackend):
         self.failure: Exception | None = None  # raised after `fail_after` tokens of a choice
         self.fail_after = 0
         self.ready = True
+        self.alive = True
         self.start_error: EngineError | None = None
         self.stats_now: EngineStats | None = EngineStats(prefix_queries=100, prefix_hits=25)
         self.requests: list[ChatRequest | CompletionRequest] = []
@@ -139,7 +140,7 @@ class FakeBackend(InferenceBackend):
 
     def health(self) -> Health:
         detail = "ready" if self.ready else "loading weights"
-        return Health(ready=self.ready, detail=detail, step_age_s=0.5)
+        return Health(ready=self.ready, detail=detail, step_age_s=0.5, alive=self.alive)
 
     def memory_bytes(self) -> int:
         return 3 * 2**20

@@ -7,6 +7,7 @@ restart a child and when to give up.
 
 import asyncio
 import contextlib
+import logging
 import os
 import random
 import signal
@@ -15,6 +16,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+
+from engine.core.sandbox.processes import KILLED_WITHIN_S
+
+log = logging.getLogger(__name__)
 
 
 class ChildProcess:
@@ -38,11 +43,16 @@ class ChildProcess:
         return status
 
     async def stop(self, grace_s: float) -> int:
-        """Wait up to `grace_s` for the child to end by itself, then kill its process group."""
+        """Wait up to `grace_s` for the child to end by itself, then kill its process group. A child
+        that waits in the kernel may not end even then. It is left behind, and counts as killed.
+        """
         with contextlib.suppress(TimeoutError):
             return await asyncio.wait_for(self.wait(), grace_s)
         self.kill()
-        return await self.wait()
+        with contextlib.suppress(TimeoutError):
+            return await asyncio.wait_for(self.wait(), KILLED_WITHIN_S)
+        log.critical("process %d was killed and does not end", self.pid)
+        return -signal.SIGKILL
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to the child, not to its group. No effect if the child has ended."""

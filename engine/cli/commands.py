@@ -15,7 +15,8 @@ from typer.core import TyperCommand, TyperGroup
 from engine import __version__
 from engine.cli.console import exit_code, print_error
 from engine.cli.help import COMPLETE_VARIABLE, GroupedCommand, refuse_foreign, write_section
-from engine.core.errors import EngineError
+from engine.core.errors import EngineError, ResourceError
+from engine.core.sandbox.exhaustion import what_ran_out
 
 # Heading of `engine --help` -> its commands. Command name -> the target that implements it, and its
 # line in the help. A target is a function with Typer parameters, or a Typer app with subcommands.
@@ -159,6 +160,12 @@ class LazyGroup(TyperGroup):
                 raise
             print_error(error)
             raise typer.Exit(exit_code(error)) from None
+        except (OSError, MemoryError, RuntimeError) as error:
+            cause = what_ran_out(error)
+            if ctx.params["debug"] or cause is None:
+                raise
+            print_error(ResourceError(cause))
+            raise typer.Exit(1) from None
 
 
 app = typer.Typer(

@@ -9,14 +9,19 @@ import gc
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from engine.backends.custom.ipc.engine_process import EngineProcess
+from engine.core.sandbox.exhaustion import limit_too_small, what_ran_out
 
 _waiting: list[EngineProcess] = []
 
 
 def main() -> None:
-    _start_engine(sys.argv[1:])
+    try:
+        _start_engine(sys.argv[1:])
+    except OSError as error:
+        _refuse(what_ran_out(error) or f"The engine's process can't be started: {error}")
     from engine.cli.commands import run_command
 
     run_command()
@@ -36,8 +41,15 @@ def _start_engine(arguments: Sequence[str]) -> None:
     """
     runs_engine = arguments[:1] == ["serve"] or arguments[:2] == ["node", "join"]
     if runs_engine and not {"--help", "-h"} & set(arguments):
+        if (problem := limit_too_small()) is not None:
+            _refuse(problem)
         gc.disable()  # imports create hardly any garbage
         _waiting.append(_started())
+
+
+def _refuse(problem: str) -> NoReturn:
+    print("error:", problem, file=sys.stderr)
+    sys.exit(1)
 
 
 def _started() -> EngineProcess:

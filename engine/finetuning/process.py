@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from engine.core.sandbox.processes import start_child
+from engine.core.sandbox.processes import kill_child, start_child
 from engine.finetuning.folder import JobFolder
 
 _LOG = "trainer.log"
@@ -50,8 +50,7 @@ class TrainerProcess:
         self.go_on()
 
     def kill(self) -> None:
-        self._signal(signal.SIGKILL)
-        self._child.wait()
+        kill_child(self._child)
 
     def _signal(self, number: signal.Signals) -> None:
         if self._child.poll() is None:

@@ -196,6 +196,7 @@ class PluggedBackend(InferenceBackend):
             step_age_s=health.step_age_s,
             num_restarts=health.num_restarts,
             num_revived=health.num_revived,
+            alive=health.alive,
         )
 
 

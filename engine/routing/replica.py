@@ -284,6 +284,7 @@ def combined_health(replicas: list[Replica], is_ready: bool) -> Health:
         step_age_s=max(ages, default=None),
         num_restarts=sum(health.num_restarts for _, health in states),
         num_revived=sum(health.num_revived for _, health in states),
+        alive=not states or any(health.alive for _, health in states),
     )
 
 

@@ -1,19 +1,25 @@
 """From settings to an engine: each one arrives where it acts, in its unit."""
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
 import pytest
 
 from engine.backends.custom.engine_settings import engine_options
+from engine.backends.custom.frontend.text_cache import TextCache, key_of
+from engine.backends.custom.frontend.text_model import load_text
 from engine.backends.custom.options import EngineOptions, PeerOptions, TierOptions
 from engine.backends.custom.runtime.model_runner import DeviceInfo, RunnerConfig, RunnerSpec
+from engine.backends.custom.runtime.requests.grammar import Grammars
 from engine.backends.custom.worker import main as worker
 from engine.backends.custom.worker.loading import runner_config
 from engine.backends.custom.worker.memory import MemoryPlan
 from engine.core.config import load_settings
+from engine.core.errors import ModelFormatError
 from engine.core.interfaces.request import GenerateRequest, Ready, SamplingParams, Stop
+from tests.toy_grammar import vocabulary
 from tests.toy_runner import VOCAB, ToyRunner
 
 SETTINGS = {
@@ -248,6 +254,41 @@ def test_a_step_is_no_larger_than_the_runner_gains_by():
         spec = replace(SPEC, max_step_tokens=most)
         loop = worker.build_loop(ToyRunner(spec), UNTIERED, 10, SimpleNamespace())
         assert loop._budget.tokens(0, 0) == expected
+
+
+@pytest.mark.parametrize("is_usable", [True, False])
+def test_the_vocabulary_is_loaded_once_and_before_an_engine_is_ready(is_usable):
+    """A model without a usable one is served all the same."""
+    loads: list[int] = []
+
+    def load():
+        loads.append(len(sent))
+        if not is_usable:
+            raise ModelFormatError("there is no tokenizer")
+        return vocabulary()
+
+    sent: list = []
+    inbox = [[Stop()]]
+    channel = SimpleNamespace(
+        send=sent.append, poll=lambda timeout_s: inbox.pop(0) if inbox else []
+    )
+    grammars = Grammars(load)
+    grammars.prepare()
+    config = RunnerConfig("cpu", "float32", 4, 65, 8, 64, None)
+    loaded = (ToyRunner(SPEC), config, MemoryPlan(0, 0, 65, 8, 64, 10, ()))
+    pulse = SimpleNamespace(beat=lambda busy, patience_s: None, watch=lambda loop: None)
+    worker.serve_runner(loaded, UNTIERED, channel, pulse, lambda: None, 0.0, grammars)
+    assert isinstance(sent[0], Ready) and loads == [0]
+
+
+def test_what_is_cached_of_a_model_gives_the_same_vocabulary(default_model: Path):
+    options = msgspec.structs.replace(OPTIONS, model_path=str(default_model))
+    text = load_text(default_model)  # it is cached from now on
+    assert TextCache().read(default_model, key_of(default_model)) is not None
+    found, expected = worker._vocabulary(options), text.vocabulary()
+    assert found.tokens == expected.tokens and found.special_ids == expected.special_ids
+    assert found.eos_ids == expected.eos_ids == text.eos_ids
+    assert found.encode("Hello there") == expected.encode("Hello there")
 
 
 def test_an_engine_says_what_it_holds_once_it_is_warm(monkeypatch):

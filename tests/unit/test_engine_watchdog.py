@@ -19,6 +19,7 @@ from engine.backends.custom.ipc.heartbeat import (
     Watchdog,
 )
 from engine.core import faults
+from engine.core.errors import ModelError
 from engine.core.faults import Fault
 from tests.toy_runner import CRASH_TOKEN, IMPATIENT_S
 from tests.unit.test_engine_link import Inbox, ask, expected, make_link, request, until
@@ -72,7 +73,7 @@ async def test_a_frozen_engine_is_seen_also_when_idle_and_goes_on_when_woken(has
     await link.start()
     os.kill(link.pid, signal.SIGSTOP)
     await until(lambda: link.trouble is not None)
-    assert "does not run" in link.trouble
+    assert "stopped it" in link.trouble
     await until(lambda: link.trouble is None)  # the link has sent SIGCONT
     assert link.num_restarts == 0
     assert (await ask(link, 7)).tokens == expected(7)
@@ -126,6 +127,58 @@ async def test_an_engine_that_is_stopped_again_and_again_is_replaced(hasty):
     await stopping
     assert inbox.error is None and inbox.tokens == expected(1, 200)
     assert link.num_restarts == 1 and link.trouble is None
+    await link.stop()
+
+
+async def freeze_the_next_load(link, after_s: float) -> int:
+    """Kill the engine, and stop the process that replaces it while that loads."""
+    first = link.pid
+    os.kill(first, signal.SIGKILL)
+    await until(lambda: link.pid not in (None, first))
+    await asyncio.sleep(after_s)
+    os.kill(link.pid, signal.SIGSTOP)
+    assert link.ready is None, "it had loaded"
+    return link.pid
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.2])
+async def test_an_engine_that_is_frozen_while_it_loads_is_woken(hasty, after_s):
+    """Also before it has imported its modules, when it knows no signal."""
+    link = make_link(max_revivals=8)
+    await link.start()
+    inbox = Inbox()
+    link.submit(request(1, max_tokens=200), inbox)
+    await until(lambda: inbox.tokens)
+    pid = await freeze_the_next_load(link, after_s)
+    await until(lambda: "stopped it" in link.detail)
+    await asyncio.wait_for(inbox.ended.wait(), 30)
+    assert inbox.error is None and inbox.tokens == expected(1, 200)
+    assert (link.pid, link.num_restarts) == (pid, 1)
+    await link.stop()
+
+
+async def test_an_engine_that_stays_frozen_while_it_loads_is_replaced(hasty, monkeypatch):
+    monkeypatch.setattr(ProcessClient, "wake", lambda self: None)
+    link = make_link(max_revivals=8)
+    await link.start()
+    inbox = Inbox()
+    link.submit(request(1, max_tokens=200), inbox)
+    await until(lambda: inbox.tokens)
+    pid = await freeze_the_next_load(link, 0.0)
+    await asyncio.wait_for(inbox.ended.wait(), 30)
+    assert inbox.error is None and inbox.tokens == expected(1, 200)
+    assert link.pid != pid and link.num_restarts == 2
+    await link.stop()
+
+
+async def test_a_first_load_that_stays_frozen_ends_the_start_and_says_why(hasty, monkeypatch):
+    monkeypatch.setattr(ProcessClient, "wake", lambda self: None)
+    link = make_link("slow")
+    starting = asyncio.create_task(link.start())
+    await until(lambda: link.pid is not None)
+    os.kill(link.pid, signal.SIGSTOP)
+    with pytest.raises(ModelError, match="stopped it"):
+        await asyncio.wait_for(starting, 30)
     await link.stop()
 
 

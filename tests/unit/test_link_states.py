@@ -4,10 +4,12 @@ import asyncio
 
 import pytest
 
+from engine.backends.custom.frontend import downtime
 from engine.backends.custom.frontend import engine_link as link_module
 from engine.backends.custom.ipc.heartbeat import Vitals
 from engine.core.errors import (
     EngineError,
+    ModelError,
     ResourceError,
     UnavailableError,
 )
@@ -222,26 +224,52 @@ async def test_the_silent_are_woken_and_who_does_not_go_on_is_killed(
     await bench.link.stop()
 
 
-async def test_a_loading_engine_may_be_silent(monkeypatch):
+async def test_a_loading_engine_is_watched_and_start_says_why_it_was_killed(monkeypatch):
     monkeypatch.setattr(link_module, "WATCH_INTERVAL_S", 0)
     bench = Bench()
     starting = asyncio.create_task(bench.link.start())
     await asyncio.sleep(0)
-    bench.client.show([silent(100.0)] * 9)
-    for _ in range(100):
-        await asyncio.sleep(0)
-    assert bench.client.looked.is_set(), "nobody looks any more"
-    assert bench.client.num_woken == bench.client.num_killed == 0 and bench.link.trouble is None
+    bench.client.show([silent(4.1), silent(7.1), silent(7.6)])
+    with pytest.raises(ModelError, match="does not go on"):
+        await asyncio.wait_for(starting, 20)
+    assert bench.client.num_woken == bench.client.num_killed == 1 and bench.link.trouble is None
     await bench.link.stop()
-    with pytest.raises(EngineError):
-        await starting
+
+
+async def test_a_restart_that_takes_too_long_is_overdue_until_an_engine_is_ready(
+    pauses, monkeypatch
+):
+    bench = Bench(*[0.25] * 9)
+    await bench.start()
+    bench.client.on_exit(-9)
+    assert not bench.link.is_overdue
+    monkeypatch.setattr(downtime, "MIN_DOWN_S", 0.0)
+    monkeypatch.setattr(downtime, "TIMES_LONGER", 0.0)
+    assert bench.link.is_overdue
+    await settle()
+    bench.client.on_exit(-9)
+    await settle()
+    assert bench.link.is_overdue and len(bench.clients) == 3
+    bench.client.on_message(READY)
+    assert not bench.link.is_overdue
+    await bench.link.stop()
+
+
+async def test_a_load_that_does_nothing_is_given_up_though_it_ticks(pauses, monkeypatch):
+    monkeypatch.setattr(downtime, "LOAD_STALLED_S", -1.0)
+    bench = Bench(0.25, max_revivals=3)
+    starting = asyncio.create_task(bench.link.start())
+    with pytest.raises(ModelError, match="Nothing was done"):
+        await asyncio.wait_for(starting, 20)
+    assert bench.client.num_killed == 1
+    await bench.link.stop()
 
 
 @pytest.mark.parametrize(
     ("vitals", "trouble"),
     [
         (silent(2.9), None),
-        (silent(3.1), "does not run"),
+        (silent(3.1), "does not go on"),
         (step(9.9), None),
         (step(10.1), "no progress"),
         (Vitals(None, 10.0, None), None),

@@ -54,6 +54,15 @@ def test_they_say_what_the_server_says() -> None:
         assert status(server.probe_url + "/health") == (200, "healthy")
 
 
+def test_a_server_whose_engine_can_not_be_restarted_is_not_alive() -> None:
+    backend = FakeBackend()
+    with live_server(backend, server={"dialects": ["kserve"], **OWN_PORT["server"]}) as server:
+        urls = (server.probe_url + "/livez", server.url + "/livez", server.url + "/v2/health/live")
+        for backend.alive, expected in ((True, 200), (False, 503), (True, 200)):
+            for url in urls:
+                wait_until(lambda url=url, expected=expected: status(url)[0] == expected)
+
+
 def test_nothing_else_is_there() -> None:
     with live_server(**OWN_PORT) as server:
         wait_until(lambda: status(server.probe_url + "/livez") == (200, "alive"))

@@ -242,6 +242,7 @@ class CustomBackend(InferenceBackend):
             step_age_s=self._link.step_age_s,
             num_restarts=self._link.num_restarts,
             num_revived=self._link.num_revived,
+            alive=not self._link.is_overdue,
         )
 
     @property

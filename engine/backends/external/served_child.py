@@ -165,6 +165,7 @@ class ServedBackend(InferenceBackend):
             detail=supervisor.detail if state is None else state.detail,
             step_age_s=state.step_age_s if state is not None else None,
             num_restarts=supervisor.num_restarts,
+            alive=not supervisor.is_overdue,
         )
 
     def memory_bytes(self) -> int:

@@ -89,6 +89,7 @@ class Supervisor:
         self._loading_since: float | None = None
         self._keeping: asyncio.Task[None] | None = None
         self._child: Child | None = None
+        self._down_at: float | None = None
         self.is_ready = False
         self.num_restarts = 0
 
@@ -102,6 +103,16 @@ class Supervisor:
         seconds = time.monotonic() - self._loading_since
         said = f": {self._logs.last_line}" if self._logs.last_line else ""
         return f"{self._name} is loading ({seconds:.0f} s){said}"
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether a child that was ready is down for longer than a restart may take, with the pause
+        after too many crashes.
+        """
+        if self._down_at is None:
+            return False
+        allowed_s = self._patience.start_timeout_s + self._patience.circuit_open_s
+        return time.monotonic() - self._down_at > allowed_s
 
     @property
     def child(self) -> Child | None:
@@ -129,7 +140,7 @@ class Supervisor:
             raise
         child.note_processes()
         self._loading_since = None
-        self._state, self.is_ready = "ready", True
+        self._state, self.is_ready, self._down_at = "ready", True, None
 
     async def _take_down(self, state: str) -> None:
         self._state, self.is_ready, self._loading_since = state, False, None
@@ -179,6 +190,7 @@ class Supervisor:
             assert self._child is not None
             why = await self._until_down(self._child)
             log.error("%s is down: %s", self._name, why)
+            self._down_at = time.monotonic()
             await self._take_down(f"{self._name} stopped unexpectedly; it is being restarted.")
             await self._start_again()
 

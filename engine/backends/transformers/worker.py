@@ -12,6 +12,7 @@ import msgspec
 from engine.backends.custom.ipc.heartbeat import Pulse
 from engine.backends.custom.ipc.transport import Channel
 from engine.backends.custom.options import EngineOptions
+from engine.backends.custom.runtime.requests.grammar import Grammars
 from engine.backends.custom.worker import main as worker
 from engine.backends.transformers.checkpoint import open_checkpoint, read_text
 from engine.core.errors import ConfigError
@@ -42,6 +43,8 @@ def run_engine(
             "pip install 'engine[torch,transformers]'"
         ) from error
 
+    grammars = Grammars(lambda: read_text(path).vocabulary())
+    grammars.prepare()
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     device = build.find_device(options.device, options.dtype)
@@ -57,7 +60,7 @@ def run_engine(
         pulse,
         on_loaded,
         started_at,
-        lambda: read_text(path).vocabulary(),
+        grammars,
     )
 
 

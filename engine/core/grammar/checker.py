@@ -19,9 +19,13 @@ import msgspec
 
 from engine.core.errors import InvalidRequestError, RateLimitError, UnavailableError
 from engine.core.grammar.wire import LENGTH, Compile, Verdict, frame
+from engine.core.sandbox.processes import KILLED_WITHIN_S
+from engine.core.sandbox.silence import answer_of
 
-COMPILE_TIMEOUT_S = 1.0  # wall-clock limit for one grammar; the child's CPU limit is lower
-START_TIMEOUT_S = 30.0  # limit for starting Python and importing llguidance on a busy machine
+# Seconds for which a child may do nothing while it compiles a grammar, and while it starts. Seconds
+# in which it waits for a processor do not count. Its CPU time has a limit of its own.
+COMPILE_TIMEOUT_S = 1.0
+START_TIMEOUT_S = 30.0
 MAX_VERDICTS = 1024
 MAX_WAITING = 64
 MAX_ANSWER_BYTES = 1 << 16
@@ -116,7 +120,7 @@ class GrammarChecker:
         assert child.stdin is not None
         try:
             child.stdin.write(frame(Compile(grammar)))
-            answer = await asyncio.wait_for(self._read(child), COMPILE_TIMEOUT_S)
+            answer = await answer_of(self._read(child), child.pid, COMPILE_TIMEOUT_S)
         except TimeoutError:
             await self._end_child()
             raise _Stopped from None
@@ -150,7 +154,7 @@ class GrammarChecker:
             start_new_session=True,
         )
         try:
-            await asyncio.wait_for(self._read(self._child), START_TIMEOUT_S)
+            await answer_of(self._read(self._child), self._child.pid, START_TIMEOUT_S)
         except (TimeoutError, asyncio.IncompleteReadError) as error:
             await self._end_child()
             raise UnavailableError(
@@ -173,4 +177,5 @@ class GrammarChecker:
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
-        await child.wait()
+        with contextlib.suppress(TimeoutError):  # it waits in the kernel, and is left behind
+            await asyncio.wait_for(child.wait(), KILLED_WITHIN_S)

@@ -303,3 +303,6 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     # False if the model is not in memory. The backend may still be ready; then the next request
     # loads the model.
     loaded: bool = True
+    # False if the engine is down for longer than restarting it may take. Then only a restart of the
+    # whole server may help.
+    alive: bool = True

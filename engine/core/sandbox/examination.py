@@ -19,6 +19,7 @@ from typing import Protocol, TypeAlias
 from engine import __version__
 from engine.core.errors import ModelFormatError, error_from_code
 from engine.core.sandbox.private_files import open_private, write_private
+from engine.core.sandbox.processes import kill_child
 from engine.core.store.model_store import store_directory
 
 log = logging.getLogger(__name__)
@@ -77,8 +78,7 @@ class Spawned:
         return self._process.returncode, output
 
     def end(self) -> None:
-        self._process.kill()
-        self._process.wait()
+        kill_child(self._process)
 
 
 class Examination:

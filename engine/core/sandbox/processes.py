@@ -12,12 +12,16 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 GARBAGE_OBJECTS = 50_000  # number of new objects after which the garbage collector runs
 # The tokens of a thousand streams are some hundred kilobytes per step. The kernel may grant less.
 SEND_BYTES = 2**20
+# A process that was killed ends within milliseconds, unless it waits in the kernel, for example for
+# a disk that does not answer.
+KILLED_WITHIN_S = 10.0
 
 
 def start_child(
@@ -39,6 +43,15 @@ def start_child(
         stderr=output,
         env=env,
     )
+
+
+def kill_child(process: subprocess.Popen[Any]) -> None:
+    """Kill a child process, and wait until it has ended. One that waits in the kernel is left
+    behind after `KILLED_WITHIN_S`.
+    """
+    process.kill()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(KILLED_WITHIN_S)
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:

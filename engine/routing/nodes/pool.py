@@ -365,6 +365,11 @@ class NodePool:
         return self.own.link.trouble
 
     @property
+    def is_overdue(self) -> bool:
+        """Whether this server's own engine is, unless another engine is up."""
+        return self.own is not None and not self.is_up and self.own.link.is_overdue
+
+    @property
     def is_up(self) -> bool:
         return any(each.link.is_up for each in self.engines.values())
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from engine.core.sandbox.processes import die_with_parent
+from engine.core.sandbox.processes import die_with_parent, kill_child
 
 # A command that fails sooner than this will probably fail again. Its actor waits before it ends, so
 # that Ray does not start it many times a second, and `failure` can be read.
@@ -154,8 +154,7 @@ class ShardProcess(EngineCommand):
                 address = joined
             if address != joined:
                 if child is not None:
-                    child.kill()
-                    child.wait()
+                    kill_child(child)
                 joined, began = address, time.monotonic()
                 child = self._start(["shard", joined, "--token-file", self._token_file, *model])
             elif child is not None and child.poll() is not None:

@@ -20,6 +20,7 @@ from engine.core.errors import (
     NotFoundError,
     UnavailableError,
 )
+from engine.core.sandbox.silence import Headway
 from engine.core.store.adapter_store import keep_adapter
 from engine.finetuning.folder import JobFolder, TrainingEvent, step_of
 from engine.finetuning.jobs import adapter_name
@@ -40,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.25  # seconds between looks at a process that trains
 REST_S = 1.0  # seconds between looks at the queue, or at a process that is held
+STILL_S = 60.0  # seconds after which a process that does nothing is told to go on
+STALLED_S = 900.0  # seconds after which it is killed
 FAULT_S = 10.0  # seconds after a failure of the storage, such as a full disk
 MAX_DEATHS = 3  # of the training process at the same step
 _LOCK = "fine_tuning.lock"
@@ -247,7 +250,7 @@ class JobRunner:
         """Record events until the process ends. Returns the last event, or None if the job was
         paused or cancelled; the byte after it; and the exit status.
         """
-        last, is_pausing = TrainingEvent(kind="loading"), False
+        last, is_pausing, headway = TrainingEvent(kind="loading"), False, Headway(process.pid)
         while True:
             status = process.exit_status()
             events, start = await asyncio.to_thread(folder.events, start)
@@ -269,7 +272,10 @@ class JobRunner:
                 if hold is not None:
                     await hold.end()
                 process.pause()
-            await self._pause(REST_S if hold is not None and hold.is_held else POLL_S)
+            is_held = hold is not None and hold.is_held
+            if not is_held:
+                await asyncio.to_thread(_urge, process, headway)
+            await self._pause(REST_S if is_held else POLL_S)
 
     async def _record(self, job: Job, event: TrainingEvent) -> None:
         if event.kind == "notice":
@@ -318,6 +324,18 @@ class JobRunner:
             keep_adapter, name, adapter, job.model, replaces=True, tenant=job.owner
         )
         await self._services.backend.load_adapter(name, str(path), base=job.model, replaces=True)
+
+
+def _urge(process: TrainerProcess, headway: Headway) -> None:
+    """Let a process go on that something else has stopped. One that still does nothing is killed,
+    and then continues from its last checkpoint like any that died.
+    """
+    headway.look()
+    if headway.idle_s > STALLED_S:
+        logger.error("a training process did nothing for %.0f s; killing it", headway.idle_s)
+        process.kill()
+    elif headway.idle_s > STILL_S:
+        process.go_on()
 
 
 def served_checkpoints(folder: JobFolder) -> list[tuple[int, Path]]:

@@ -24,7 +24,7 @@ from engine.servers.kserve.schema import (
     decode_infer,
     spread,
 )
-from engine.servers.ops.probes import is_accepting, status_response
+from engine.servers.ops.probes import is_accepting, live_response, status_response
 from engine.servers.schema.body import parse_body, validated
 from engine.servers.serving.admission import Ticket
 from engine.servers.serving.event_pump import EventPump
@@ -56,7 +56,7 @@ def _add_server_routes(app: FastAPI, services: Services) -> None:
 
     @app.get("/v2/health/live")
     async def live() -> Response:
-        return status_response("alive", ok=True)
+        return live_response(services.backend.health().alive)
 
     @app.get("/v2/health/ready")
     async def ready() -> Response:

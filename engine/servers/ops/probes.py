@@ -30,7 +30,7 @@ def add_health_routes(app: FastAPI, services: Services) -> None:
     @app.head("/livez", include_in_schema=False)
     @app.get("/livez")
     async def livez() -> Response:
-        return status_response("alive", ok=True)
+        return live_response(services.backend.health().alive)
 
     @app.head("/readyz", include_in_schema=False)
     @app.get("/readyz")
@@ -85,6 +85,10 @@ def is_accepting(services: Services) -> bool:
     return not services.lifecycle.is_draining and services.backend.health().ready
 
 
+def live_response(is_alive: bool) -> Response:
+    return status_response("alive" if is_alive else "the engine can't be restarted", ok=is_alive)
+
+
 def status_response(status: str, *, ok: bool, figures: dict[str, Any] | None = None) -> Response:
     headers = {"cache-control": "no-store"}
     if not ok:
@@ -107,6 +111,7 @@ class Noted:
     at: float
     is_accepting: bool
     is_healthy: bool
+    is_alive: bool
 
 
 class ProbeServer:
@@ -115,7 +120,7 @@ class ProbeServer:
     def __init__(self, services: Services, sock: socket.socket) -> None:
         self._services = services
         self._sock = sock
-        self._noted = Noted(time.monotonic(), is_accepting=False, is_healthy=False)
+        self._noted = Noted(time.monotonic(), is_accepting=False, is_healthy=False, is_alive=True)
         self._noting: asyncio.Task[None] | None = None
         self._thread = threading.Thread(target=self._run, name="probes", daemon=True)
         routes = [
@@ -138,10 +143,9 @@ class ProbeServer:
 
     async def _note(self) -> None:
         while True:
+            health = self._services.backend.health()
             self._noted = Noted(
-                time.monotonic(),
-                is_accepting(self._services),
-                self._services.backend.health().ready,
+                time.monotonic(), is_accepting(self._services), health.ready, health.alive
             )
             await asyncio.sleep(NOTE_EVERY_S)
 
@@ -153,8 +157,9 @@ class ProbeServer:
         return time.monotonic() - self._noted.at > STUCK_AFTER_S
 
     async def _livez(self, _: Request) -> Response:
-        is_stuck = self._is_stuck
-        return status_response("stuck" if is_stuck else "alive", ok=not is_stuck)
+        if self._is_stuck:
+            return status_response("stuck", ok=False)
+        return live_response(self._noted.is_alive)
 
     async def _readyz(self, _: Request) -> Response:
         ok = self._noted.is_accepting and not self._is_stuck

@@ -132,10 +132,12 @@ class Writers:
             for writer in list(self._writers):
                 verdict = writer.check()
                 if verdict is Verdict.WAKE:
-                    logger.error("a frontend process is silent; waking it")
+                    logger.error("a frontend process is silent; waking it (%s)", writer.silence)
                     writer.wake()
                 elif verdict is Verdict.GIVE_UP:
-                    logger.error("a frontend process does not go on; killing it")
+                    logger.error(
+                        "a frontend process is still silent; killing it (%s)", writer.silence
+                    )
                     writer.kill()  # its pipe ends, which calls `_on_lost`
 
     async def _replace(self, writer: Writer, delay: float) -> None:

@@ -17,6 +17,7 @@ from engine.backends.custom.frontend.vigil import Verdict, Vigil, trouble_of
 from engine.backends.custom.ipc.heartbeat import UNKNOWN_PATIENCE_S, Vitals
 from engine.backends.process import ChildProcess
 from engine.core.sandbox.processes import socket_pair, start_child
+from engine.core.sandbox.silence import Silence
 from engine.servers.writers.exchange import Exchange
 from engine.servers.writers.messages import (
     Blocked,
@@ -74,6 +75,7 @@ class Writer:
         self._loop = asyncio.get_running_loop()
         self._heard_at = self._loop.time()
         self._door, self._child, self._sock = self._start()
+        self._silence = Silence(self._child.pid)
 
     def _start(self) -> tuple[socket.socket, ChildProcess, socket.socket]:
         ours, theirs = socket_pair()
@@ -96,8 +98,15 @@ class Writer:
     @property
     def _vitals(self) -> Vitals:
         """Once it is ready, it sends a message twice a second."""
-        silent_s = self._loop.time() - self._heard_at if self.is_ready else None
-        return Vitals(step_age_s=None, patience_s=UNKNOWN_PATIENCE_S, silent_s=silent_s)
+        silent_s = self._loop.time() - self._heard_at
+        counted_s = self._silence.counted(silent_s, is_loading=not self.is_ready)
+        cause = self._silence.cause
+        return Vitals(None, UNKNOWN_PATIENCE_S, silent_s=counted_s, cause=cause)
+
+    @property
+    def silence(self) -> str:
+        """Why the process is silent, in words."""
+        return self._silence.cause
 
     @property
     def is_frozen(self) -> bool:
@@ -134,7 +143,8 @@ class Writer:
             _, late = await asyncio.wait(self._tasks, timeout=grace_s)
             for task in late:
                 task.cancel()
-            await asyncio.gather(*late, return_exceptions=True)
+            if late:
+                await asyncio.wait(late, timeout=CLOSE_GRACE_S)
         self._flush()
         self._pipe.send(Close())
         await self._child.stop(CLOSE_GRACE_S)
@@ -148,7 +158,7 @@ class Writer:
 
     async def ended(self) -> None:
         """Wait until the process, which was killed, has ended."""
-        await self._child.wait()
+        await self._child.stop(0.0)
 
     @property
     def is_full(self) -> bool:

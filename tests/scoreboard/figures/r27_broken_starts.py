@@ -37,10 +37,15 @@ class Start:
     arguments: tuple[str, ...] = ()
     env: dict[str, str] = field(default_factory=dict)
     files: dict[str, bytes] = field(default_factory=dict)
+    limit: str = ""  # an option of the shell's `ulimit`
 
     @property
     def name(self) -> str:
-        return f"{self.toml or ''} {' '.join(self.arguments)} {self.env or ''}".strip()[:100]
+        return (
+            f"{self.toml or ''} {' '.join(self.arguments)} {self.env or ''} {self.limit}".strip()[
+                :100
+            ]
+        )
 
 
 TOMLS = {
@@ -107,6 +112,13 @@ ENVIRONMENTS = {
     "LLM_ENGINE_CONFIG=absent.toml": "absent.toml",
     "ENGINE_FAULTS=[]": "ENGINE_FAULTS",
 }
+# Too small for any server, or for its heartbeat.
+LIMITS = {
+    "-v 30000": "ulimit -v",
+    "-v 400000": "ulimit -v",
+    "-n 16": "ulimit -n",
+    "-f 0": "ulimit -f",
+}
 FILES = {
     "damaged.gguf": b"GGUF" + bytes(100),
     "empty.gguf": b"",
@@ -123,6 +135,8 @@ def starts() -> Iterator[Start]:
     for setting, word in ENVIRONMENTS.items():
         name, _, value = setting.partition("=")
         yield Start(word, arguments=(DEFAULT_MODEL,), env={name: value})
+    for limit, word in LIMITS.items():
+        yield Start(word, arguments=(DEFAULT_MODEL,), limit=limit)
 
 
 @figure(
@@ -203,18 +217,23 @@ def _once(start: Start) -> Ending:
             arguments += ["--port", "0"] if "PORT" not in str(start.env) else []
         env = os.environ | {name: str(place) for name, place in places.items()} | start.env
         env |= {MARK: mark, "XDG_DATA_HOME": home, "NO_COLOR": "1", "COLUMNS": "200"}
-        status, seconds, said = _run(arguments, env, folder)
+        status, seconds, said = _run(start.limit, arguments, env, folder)
         lines = [line for line in said.splitlines() if line and not line.startswith(USAGE)]
         left = [f"process {each}" for each in _marked(mark)]
         left += [str(each) for place in places.values() for each in place.rglob("*")]
         return Ending(status, seconds, lines, left)
 
 
-def _run(arguments: list[str], env: dict[str, str], folder: Path) -> tuple[int | None, float, str]:
+def _run(
+    limit: str, arguments: list[str], env: dict[str, str], folder: Path
+) -> tuple[int | None, float, str]:
     """Exit status (None if it had to be killed), seconds, and output."""
     began = time.monotonic()
+    command = [sys.executable, "-m", "engine.cli.main", "serve", *arguments]
+    if limit:
+        command = ["sh", "-c", f'ulimit {limit}; exec "$@"', "sh", *command]
     process = subprocess.Popen(
-        [sys.executable, "-m", "engine.cli.main", "serve", *arguments],
+        command,
         env=env,
         cwd=folder,
         stdout=subprocess.DEVNULL,

@@ -2,6 +2,7 @@
 
 from tests.teeth.mutation import Mutation
 
+SILENCE_TESTS = "tests/unit/test_silence.py"
 LINK_TESTS = "tests/unit/test_link_states.py"
 SURVIVAL_TESTS = "tests/unit/test_survival.py"
 FRAME_TESTS = "tests/unit/test_engine_frames.py"
@@ -137,16 +138,37 @@ MUTATIONS = [
     Mutation(
         "ipc: an engine that was killed for its silence is heard until it ends",
         "engine.backends.custom.frontend.engine_link",
-        "        if await client.kill():\n            self._on_down",
-        "        if not await client.kill():\n            self._on_down",
+        "        if await client.kill():\n            if not",
+        "        if not await client.kill():\n            if not",
         f"{SURVIVAL_TESTS}::test_an_engine_that_does_not_go_on_is_given_up_before_it_ends",
     ),
     Mutation(
-        "ipc: an engine that loads is killed for its silence",
+        "ipc: an engine that loads may be frozen for ever",
         "engine.backends.custom.frontend.engine_link",
-        "            if vitals is None or self.ready is None:\n                continue\n",
         "            if vitals is None:\n                continue\n",
-        f"{LINK_TESTS}::test_a_loading_engine_may_be_silent",
+        "            if vitals is None or self.ready is None:\n                continue\n",
+        f"{LINK_TESTS}::test_a_loading_engine_is_watched_and_start_says_why_it_was_killed",
+    ),
+    Mutation(
+        "ipc: a load that ticks and does nothing lasts for ever",
+        "engine.backends.custom.frontend.downtime",
+        "        if self._headway.idle_s > LOAD_STALLED_S:\n",
+        "        if False:\n",
+        f"{LINK_TESTS}::test_a_load_that_does_nothing_is_given_up_though_it_ticks",
+    ),
+    Mutation(
+        "ipc: a server whose engine can't be restarted is alive for ever",
+        "engine.backends.custom.frontend.downtime",
+        "        return still_s > max(",
+        "        return False and still_s > max(",
+        f"{LINK_TESTS}::test_a_restart_that_takes_too_long_is_overdue_until_an_engine_is_ready",
+    ),
+    Mutation(
+        "ipc: a starved process counts as frozen",
+        "engine.core.sandbox.silence",
+        "        if used_s >= BUSY_SHARE * passed_s or seen.wants_processor:\n",
+        "        if used_s >= BUSY_SHARE * passed_s:\n",
+        f"{SILENCE_TESTS}::test_a_starved_process_is_never_silent",
     ),
     Mutation(
         "ipc: an engine that died too often is restarted at once",

@@ -7,6 +7,7 @@ in order, on the frontend's event loop.
 
 import asyncio
 import contextlib
+import dataclasses
 import importlib
 import itertools
 import logging
@@ -25,6 +26,7 @@ from engine.backends.custom.ipc.transport import FrameDecoder, encode_frame
 from engine.backends.process import ChildProcess
 from engine.core.errors import EngineError, UnavailableError
 from engine.core.interfaces.request import Deltas, Fatal, FromEngine, Stop, ToEngine
+from engine.core.sandbox.silence import Silence
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +53,7 @@ class EngineClient(Protocol):
 
     def wake(self) -> None:
         """Try to revive an unresponsive engine process. Sends SIGCONT, in case a signal stopped the
-        process, and makes the process log its stacks.
+        process, and makes a process that has loaded log its stacks.
         """
         ...
 
@@ -174,6 +176,7 @@ class ProcessClient:
         self._on_exit = on_exit
         self._process = process
         self._child: ChildProcess | None = None
+        self._silence: Silence | None = None
         self._connection: _Connection | None = None
         self._ending: asyncio.Task[None] | None = None
         self._stopping = False
@@ -181,6 +184,7 @@ class ProcessClient:
     async def start(self) -> None:
         process = self._process = self._process or EngineProcess(self._module)
         self._child = ChildProcess(process.process)
+        self._silence = Silence(self._child.pid)
         if not process.has_begun:
             process.begin(self._options)
         process.socket.setblocking(False)
@@ -195,11 +199,20 @@ class ProcessClient:
         self._connection.transport.write(encode_frame(message))
 
     def vitals(self) -> Vitals | None:
-        return None if self._process is None else self._process.heartbeat.vitals()
+        if self._process is None or self._silence is None:
+            return None
+        heartbeat = self._process.heartbeat
+        vitals, silence = heartbeat.vitals(), self._silence
+        if vitals.silent_s is None:
+            return vitals
+        counted_s = silence.counted(vitals.silent_s, is_loading=not heartbeat.has_begun)
+        return dataclasses.replace(vitals, silent_s=counted_s, cause=silence.cause)
 
     def wake(self) -> None:
-        if self._child is not None:
-            self._child.send(STACKS_SIGNAL)
+        if self._child is not None and self._process is not None:
+            # A process that still imports its modules does not know the signal, and would end.
+            if self._process.heartbeat.has_begun:
+                self._child.send(STACKS_SIGNAL)
             self._child.send(signal.SIGCONT)
 
     @property
@@ -222,6 +235,8 @@ class ProcessClient:
         self._child.send(STACKS_SIGNAL)
         await asyncio.sleep(STACKS_GRACE_S)
         self._child.kill()
+        if self._connection is not None:
+            self._connection.transport.abort()  # a process that waits in the kernel keeps its end
         return True
 
     async def _end(self, connection: "_Connection", child: ChildProcess) -> None:

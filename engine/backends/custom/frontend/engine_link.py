@@ -16,6 +16,7 @@ import logging
 import time
 from collections.abc import Callable
 
+from engine.backends.custom.frontend.downtime import Downtime
 from engine.backends.custom.frontend.engine_client import EngineClient, OnExit, OnMessage
 from engine.backends.custom.frontend.link import Link
 from engine.backends.custom.frontend.survival import OpenRequest, OpenRequests, Receiver
@@ -87,6 +88,9 @@ class EngineLink:
         self._watching: asyncio.Task[None] | None = None
         self._restarting: asyncio.Task[None] | None = None
         self._stopping = False
+        self._downtime = Downtime()
+        self._given_up_for = ""  # why the process was killed, if this link did that
+        self._down_because = ""  # why the last process ended; empty once an engine is ready
         self._in_trouble = False  # the result of the last check; `_watch` checks twice a second
         self._successor: Link | None = None
         self.ready: Ready | None = None
@@ -96,7 +100,7 @@ class EngineLink:
 
     async def start(self) -> Ready:
         """Start the engine and wait until it has loaded the model. If loading fails, the error of
-        the engine is raised.
+        the engine is raised. A process that does not go on loading is killed, which ends the wait.
         """
         await self._launch()
         await self._became_ready.wait()
@@ -245,9 +249,10 @@ class EngineLink:
             return f"The engine died too often; it is tried again every {self._cool_down_s:g} s."
         if self._fatal is not None:
             return "The engine is down; its log says why."
-        if self._has_loaded:
-            return RESTARTING
-        return "The engine is loading."
+        state = RESTARTING if self._has_loaded else "The engine is loading."
+        state += f" Cause: {self._down_because}" if self._down_because else ""
+        trouble = self._trouble_of(self._vitals())
+        return state if trouble is None else f"{state} {trouble}"
 
     @property
     def pid(self) -> int | None:
@@ -262,10 +267,15 @@ class EngineLink:
     @property
     def trouble(self) -> str | None:
         """Why a loaded engine makes no progress, in words. None if it makes progress."""
-        return self._trouble_of(self._vitals())
+        return None if self.ready is None else self._trouble_of(self._vitals())
 
     def _trouble_of(self, vitals: Vitals | None) -> str | None:
-        return None if vitals is None or self.ready is None else trouble_of(vitals)
+        return None if vitals is None else trouble_of(vitals)
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether an engine that had loaded is down for longer than restarts may take."""
+        return self._downtime.is_overdue and not self._stopping and self._successor is None
 
     @property
     def is_up(self) -> bool:
@@ -297,12 +307,14 @@ class EngineLink:
 
         client = self._client = self._make_client(on_message, self._on_exit)
         await client.start()
+        self._given_up_for = ""
+        self._downtime.load(client.pid)
         self._watching = asyncio.get_running_loop().create_task(self._watch(client))
 
     async def _watch(self, client: EngineClient) -> None:
-        """Watch the heartbeat. A process that stops ticking is woken. One that does not go on is
-        killed and given up: its requests do not wait until it has ended, and what it still sends is
-        dropped. `_on_exit` starts the next one.
+        """Watch the heartbeat, from the moment the process starts. A process that stops ticking is
+        woken. One that does not go on is killed and given up: its requests do not wait until it has
+        ended, and what it still sends is dropped. `_on_exit` starts the next one.
         """
         vigil = Vigil()
         verdict = Verdict.WAIT
@@ -310,15 +322,19 @@ class EngineLink:
             await asyncio.sleep(WATCH_INTERVAL_S)
             vitals = client.vitals()
             self._in_trouble = self._trouble_of(vitals) is not None
-            # While an engine loads its model, it may not tick for a long time.
-            if vitals is None or self.ready is None:
+            if vitals is None:
                 continue
             verdict = vigil.check(vitals, time.monotonic())
             if verdict is Verdict.WAKE:
                 log.critical("the engine's process is silent; waking it (%s)", vitals)
                 client.wake()
+            elif vitals.silent_s is not None and (why := self._downtime.too_long()) is not None:
+                self._given_up_for, verdict = why, Verdict.GIVE_UP
+        self._given_up_for = self._given_up_for or trouble_of(vitals) or "Its step does not end."
         log.critical("the engine does not go on; killing it (%s)", vitals)
         if await client.kill():
+            if not self._has_loaded:
+                self._fatal = ModelError(f"The engine did not load: {self._given_up_for}")
             self._on_down(UnavailableError(RESTARTING))
 
     def _on_message(self, message: FromEngine) -> None:
@@ -331,7 +347,8 @@ class EngineLink:
         elif isinstance(message, Ready):
             self.ready, self._fatal, self._has_loaded = message, None, True
             self.last_ready = message
-            self._is_given_up = False
+            self._is_given_up, self._down_because = False, ""
+            self._downtime.loaded()
             self._became_ready.set()
             if self._client is not None:
                 self._requests.revive(self._client.send)
@@ -347,8 +364,9 @@ class EngineLink:
 
     def _on_exit(self, status: int) -> None:
         """Called when the engine process ended without being asked to."""
-        cause = f"signal {-status}" if status < 0 else f"exit status {status}"
-        log.error("the engine process ended: %s", cause)
+        cause = f"signal {-status}." if status < 0 else f"exit status {status}."
+        self._down_because = self._given_up_for or cause
+        log.error("the engine process ended: %s", self._down_because)
         self.lost(RESTARTING)
         if self._has_loaded and not self._stopping and self._successor is None:
             self._restart_later()  # an engine that has never loaded would only fail again
@@ -376,13 +394,15 @@ class EngineLink:
         self.num_restarts += 1
         try:
             await self._launch()
-        except OSError:
+        except Exception:  # such as too many processes, or no memory; the next attempt may succeed
             log.exception("the engine's process could not be started")
             self._client = None
             self._restart_later()
 
     def _on_down(self, error: EngineError) -> None:
         self._epoch += 1
+        if self.ready is not None:
+            self._downtime.down()
         self.ready = None
         self._in_trouble = False
         self.stats = None

@@ -75,6 +75,9 @@ class Link(Engine, Protocol):
     def trouble(self) -> str | None: ...
 
     @property
+    def is_overdue(self) -> bool: ...
+
+    @property
     def is_up(self) -> bool: ...
 
     @property

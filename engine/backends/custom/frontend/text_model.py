@@ -198,17 +198,10 @@ class TextModel:
         return (*prompt[: max_tokens - 1], prompt[-1])
 
     def vocabulary(self) -> "Vocabulary":
-        """The vocabulary for grammars. Ids that only pad the embedding table have empty tokens."""
+        """The vocabulary for grammars."""
         from engine.backends.custom.runtime.requests.grammar import Vocabulary  # imports numpy
 
-        tokenizer = self.tokenizer
-        return Vocabulary(
-            tokens=[tokenizer.token_literal(i) for i in range(self.config.vocab_size)],
-            special_ids=tokenizer.special_ids,
-            eos_ids=self.eos_ids,
-            # A grammar starts behind the prompt, so its first text has no added space.
-            encode=tokenizer.encode_continuation,
-        )
+        return Vocabulary.of(self.tokenizer, self.config.vocab_size, self.config.eos_ids)
 
 
 def load_text(path: Path) -> TextModel:

@@ -1,15 +1,17 @@
 """Decides from the heartbeat of an engine process when to wake it and when to give it up.
 
-A thread of the engine process ticks twice a second, even while a step computes. A process that
-does not tick is frozen, for example by SIGSTOP. It gets one SIGCONT. If it stays silent, or is soon
-silent again, it is given up. So is a process whose step hangs.
+A thread of the engine process ticks twice a second, even while a step computes or the model is
+loaded. A process that does not tick is frozen, for example by SIGSTOP. It gets one SIGCONT. If it
+stays silent, or is soon silent again, it is given up. So is a process whose step hangs. Seconds in
+which a process computed, or waited for a processor, are not counted as silence
+(`core/sandbox/silence.py`).
 """
 
 from enum import Enum
 
 from engine.backends.custom.ipc.heartbeat import Vitals
 
-# Seconds without a tick: after FROZEN_AFTER_S, the engine is reported as unhealthy. After
+# Seconds of silence: after FROZEN_AFTER_S, the engine is reported as unhealthy. After
 # WAKE_AFTER_S, its process gets a SIGCONT. After GIVE_UP_AFTER_S, it is given up.
 FROZEN_AFTER_S = 3.0
 WAKE_AFTER_S = 4.0
@@ -62,7 +64,7 @@ class Vigil:
 
 
 def trouble_of(vitals: Vitals) -> str | None:
-    """Why a loaded engine makes no progress, in words. None if it makes progress."""
+    """Why an engine makes no progress, in words. None if it makes progress."""
     if vitals.silent_s is not None and vitals.silent_s > FROZEN_AFTER_S:
-        return "The engine's process does not run."
+        return f"The engine's process does not go on{f': {vitals.cause}' if vitals.cause else ''}."
     return "The engine makes no progress." if vitals.is_stalled else None

@@ -15,7 +15,7 @@ import time
 from typing import TYPE_CHECKING
 
 from engine.backends.custom.ipc.heartbeat import Heartbeat, heartbeat_file
-from engine.core.sandbox.processes import socket_pair, start_child
+from engine.core.sandbox.processes import kill_child, socket_pair, start_child
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import msgspec
 
 WORKER_MODULE = "engine.backends.custom.worker.main"
+SEND_TIMEOUT_S = 5.0
 STACKS_SIGNAL = signal.SIGUSR1  # on this signal, the engine process dumps its stacks to stderr
 
 
@@ -36,6 +37,7 @@ class EngineProcess:
         self.socket, theirs = socket_pair()
         with theirs, heartbeat_file() as file:  # the mapping stays valid after the file is closed
             self.heartbeat = Heartbeat(file.fileno())
+            self.heartbeat.tick()  # the child is alive until it is silent
             fds = (theirs.fileno(), file.fileno())
             argv = [sys.executable, "-m", module, *map(str, fds), str(os.getpid())]
             try:
@@ -49,6 +51,7 @@ class EngineProcess:
         or `Fatal` over the socket.
         """
         self.has_begun = True
+        self.heartbeat.tick()  # until now, the child had nothing to do
         self._send(options)
 
     def examine(self, examiner: str, path: "Path", max_cpu_s: int) -> "ForkedReading":
@@ -63,14 +66,15 @@ class EngineProcess:
     def discard(self) -> None:
         """Kill the child process, which is no longer needed."""
         self.socket.close()
-        self.process.kill()
-        self.process.wait()
+        kill_child(self.process)
 
     def _send(self, message: "msgspec.Struct") -> None:
         from engine.backends.custom.ipc.transport import encode_frame
 
-        # If sending fails, the child is dead. The reader of the socket will notice and report it.
+        # If sending fails, the child is dead, or frozen with a full socket. The reader of the
+        # socket, or who watches the heartbeat, will notice and report it.
         with contextlib.suppress(OSError):
+            self.socket.settimeout(SEND_TIMEOUT_S)
             self.socket.sendall(encode_frame(message))
 
 

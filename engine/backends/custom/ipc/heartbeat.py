@@ -70,7 +70,10 @@ class Vitals:
     # Seconds since the last iteration of the loop. None if the loop has no work.
     step_age_s: float | None
     patience_s: float  # a step counts as hung after this many seconds
-    silent_s: float | None  # seconds since the last tick; None if no thread writes ticks
+    # Seconds since the last tick, as far as they count: see `Silence`. None if no thread writes
+    # ticks.
+    silent_s: float | None
+    cause: str = ""  # why the process is silent, in words, if that is known
 
     @property
     def is_stalled(self) -> bool:
@@ -96,6 +99,11 @@ class Heartbeat:
 
     def watch(self, loop: Watched) -> None:
         pass  # the heartbeat alone does not observe the loop; a `Watchdog` does
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the loop runs. Before that, the engine loads its model."""
+        return TURN.unpack_from(self._memory, 0)[0] > 0
 
     def vitals(self) -> Vitals:
         turns, at_ns, busy, patience_ns = TURN.unpack_from(self._memory, 0)

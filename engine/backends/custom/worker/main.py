@@ -60,10 +60,11 @@ from engine.backends.custom.worker.encoder_loop import warm_up as warm_up_encode
 from engine.backends.custom.worker.loading import load_encoder, load_images, load_runner
 from engine.backends.custom.worker.memory import MemoryPlan
 from engine.core import faults
-from engine.core.errors import EngineError
+from engine.core.errors import EngineError, ResourceError
 from engine.core.interfaces.request import Examine, Examined, Fatal, Ready, Stop, ToEngine
 from engine.core.observability.logging import setup_logging
 from engine.core.sandbox.examination_child import Fork
+from engine.core.sandbox.exhaustion import what_ran_out
 from engine.core.sandbox.processes import die_with_parent, keep_all, offer_to_be_killed
 
 if TYPE_CHECKING:
@@ -120,15 +121,12 @@ def build_loop(
     bytes_per_token: int,
     channel: Channel,
     pulse: Pulse | None = None,
-    vocabulary: Callable[[], Vocabulary] | None = None,
+    grammars: Grammars | None = None,
     images: ImageStore | None = None,
     source: ModelSource | None = None,
     draft: "DraftModel | None" = None,
 ) -> EngineLoop:
-    """Builds the engine loop of a loaded model, with scheduler, cache, step budget and grammars.
-
-    When the first grammar is compiled, `vocabulary` is called to get the vocabulary.
-    """
+    """Builds the engine loop of a loaded model, with scheduler, cache, step budget and grammars."""
     spec = runner.spec
     scheduler = build_scheduler(spec, options, bytes_per_token)
     if images is not None:
@@ -142,7 +140,7 @@ def build_loop(
         add_tiers(options.tiers, options.peers, kv, runner, source, budget.prompt_s)
     if speculates(spec, options.speculation if draft is None else "on"):
         scheduler.speculation = Speculation(scheduler.kv, budget, _model_drafts(draft, budget))
-    grammars = Grammars(vocabulary or functools.partial(_vocabulary, options))
+    grammars = grammars or Grammars(functools.partial(_vocabulary, options))
     adapters = None
     if options.max_adapters and source is not None and isinstance(runner, AdapterRunner):
         adapters = functools.partial(_adapter_places, runner, options, scheduler, source)
@@ -167,9 +165,19 @@ def _model_drafts(draft: "DraftModel | None", budget: StepBudget) -> "ModelDraft
 
 def _vocabulary(options: EngineOptions) -> Vocabulary:
     # In the engine process, only grammars need the tokenizer.
+    from engine.backends.custom.frontend.text_cache import TextCache, key_of
+    from engine.core.text.tokenizer import Tokenizer
+
+    path = Path(options.model_path)
+    key = key_of(path)
+    facts = None if key is None else TextCache().read(path, key)
+    if facts is not None:
+        tokenizer, config = Tokenizer.from_tables(facts.tables), facts.config
+        return Vocabulary.of(tokenizer, config.vocab_size, config.eos_ids)
+    # This import takes long, because it loads the code for chat templates, too.
     from engine.backends.custom.frontend.text_model import load_text
 
-    return load_text(Path(options.model_path)).vocabulary()
+    return load_text(path).vocabulary()
 
 
 def run_engine(
@@ -189,6 +197,8 @@ def run_engine(
         on_loaded()
         _run_encoder(encoder, device, options, channel, pulse, started_at)
         return
+    grammars = Grammars(functools.partial(_vocabulary, options))
+    grammars.prepare()
     if not options.draft_model:
         loaded, draft = load_runner(source, options), None
     else:
@@ -199,7 +209,7 @@ def run_engine(
         draft = planned_draft.load(options.framework, loaded[1])
     images = load_images(source, options, loaded)
     told = (loaded, options, channel, pulse, on_loaded, started_at)
-    serve_runner(*told, images=images, source=source, draft=draft)
+    serve_runner(*told, grammars, images=images, source=source, draft=draft)
 
 
 def serve_runner(
@@ -209,7 +219,7 @@ def serve_runner(
     pulse: Pulse,
     on_loaded: Callable[[], None],
     started_at: float,
-    vocabulary: Callable[[], Vocabulary] | None = None,
+    grammars: Grammars | None = None,
     images: ImageStore | None = None,
     source: ModelSource | None = None,
     draft: "DraftModel | None" = None,
@@ -218,10 +228,12 @@ def serve_runner(
     runner, config, plan = loaded
     if isinstance(runner, Warmable):
         runner.warm()
+    if grammars is not None:
+        grammars.finish_preparing()
     warm_up(runner)
     on_loaded()
     loop = build_loop(
-        runner, options, plan.bytes_per_token, channel, pulse, vocabulary, images, source, draft
+        runner, options, plan.bytes_per_token, channel, pulse, grammars, images, source, draft
     )
     spec, tiers = runner.spec, loop.scheduler.kv.tiers
     channel.send(
@@ -318,11 +330,19 @@ def main(
         channel.send(Fatal(error.error_code, error.message))
         return 1
     except Exception as error:
-        log.exception("the engine failed")
         finish_answer()
-        channel.send(Fatal("INTERNAL_ERROR", f"{type(error).__name__} in the engine; see its log."))
+        channel.send(_fatal(error))
         return 1
     return 0
+
+
+def _fatal(error: Exception) -> Fatal:
+    """What the frontend is told of a failure that has no message of its own."""
+    if (cause := what_ran_out(error)) is not None:
+        log.error("the engine failed: %s", cause)
+        return Fatal(ResourceError.code, f"The engine does not fit: {cause}")
+    log.exception("the engine failed", exc_info=error)
+    return Fatal("INTERNAL_ERROR", f"{type(error).__name__} in the engine; see its log.")
 
 
 def _read_options(sock: socket.socket) -> tuple[EngineOptions, threading.Thread | None]:

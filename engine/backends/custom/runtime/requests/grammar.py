@@ -9,7 +9,7 @@ arrives, while the device already runs the next forward pass.
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
     from engine.backends.custom.runtime.sequence import ScheduledBatch
+    from engine.core.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +46,17 @@ class Vocabulary:
     special_ids: frozenset[int]
     eos_ids: tuple[int, ...]
     encode: Callable[[str], list[int]]
+
+    @classmethod
+    def of(cls, tokenizer: "Tokenizer", vocab_size: int, eos_ids: Iterable[int]) -> "Vocabulary":
+        """The vocabulary of a model. Ids that only pad its embedding table have empty tokens."""
+        return cls(
+            tokens=[tokenizer.token_literal(i) for i in range(vocab_size)],
+            special_ids=tokenizer.special_ids,
+            eos_ids=tuple(sorted({*eos_ids, *tokenizer.eos_ids})),
+            # A grammar starts behind the prompt, so its first text has no added space.
+            encode=tokenizer.encode_continuation,
+        )
 
 
 class Constraint:
@@ -101,8 +113,8 @@ class Constraint:
 
 
 class Grammars:
-    """Compiles grammars for one model. llguidance and the vocabulary are loaded when the first
-    grammar is compiled.
+    """Compiles grammars for one model. llguidance and the vocabulary are loaded by `prepare`, or
+    else when the first grammar is compiled.
     """
 
     def __init__(self, load_vocabulary: Callable[[], Vocabulary]) -> None:
@@ -110,6 +122,21 @@ class Grammars:
         self._tokenizer: LLTokenizer | None = None
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._preparing: Future[LLTokenizer] | None = None
+
+    def prepare(self) -> None:
+        """Start to load the vocabulary. An engine does so while it reads its weights, because
+        llguidance holds Python's lock for long, and nobody waits for the engine's loop yet.
+        """
+        self._preparing = self._thread.submit(self._loaded)
+
+    def finish_preparing(self) -> None:
+        """Wait until the vocabulary is loaded. A model without a usable one answers requests that
+        have no grammar, and the first grammar gets the error.
+        """
+        error = None if self._preparing is None else self._preparing.exception()
+        if error is not None:
+            log.warning("grammars can't be used: %s", error)
 
     def compile(self, grammar: str) -> "Future[LLMatcher]":
         """Starts to compile a grammar. The result is a matcher in its start state. Requests share
@@ -150,9 +177,12 @@ class Grammars:
     def _new_matcher(self, grammar: str) -> "LLMatcher":
         from llguidance import LLMatcher
 
+        return LLMatcher(self._loaded(), grammar, log_level=0, limits=parser_limits())
+
+    def _loaded(self) -> "LLTokenizer":
         if self._tokenizer is None:
             self._tokenizer = _tokenizer(self._load_vocabulary())
-        return LLMatcher(self._tokenizer, grammar, log_level=0, limits=parser_limits())
+        return self._tokenizer
 
 
 def _may_succeed_next_time(compiled: "Future[LLMatcher]") -> bool:

@@ -28,7 +28,8 @@ from engine.backends.custom.ipc.heartbeat import Heartbeat, heartbeat_file
 from engine.backends.custom.runtime.model_runner import RunnerConfig, RunnerLostError
 from engine.core.errors import error_from_code
 from engine.core.observability.logging import current_setup
-from engine.core.sandbox.processes import start_child
+from engine.core.sandbox.processes import kill_child, start_child
+from engine.core.sandbox.silence import Silence
 from engine.core.shards.frames import Array, decode_frame, encode_frame
 from engine.core.shards.layout import ShardLayout
 from engine.core.shards.ring import RingClosedError, RingReader, RingWriter, ring_file
@@ -61,12 +62,14 @@ class RankProcess:
     process: subprocess.Popen[bytes]
     heartbeat: Heartbeat
     results: RingReader
+    silence: Silence
 
     def trouble(self, frozen_after_s: float) -> str | None:
         status = self.process.poll()
         if status is not None:
             return f"died ({f'signal {-status}' if status < 0 else f'exit status {status}'})"
-        return frozen(self.heartbeat.vitals().silent_s, frozen_after_s)
+        silent_s = self.silence.counted(self.heartbeat.vitals().silent_s or 0.0)
+        return frozen(silent_s, frozen_after_s, self.silence.cause)
 
     def receive(self) -> bytearray:
         return self.results.receive()
@@ -78,8 +81,7 @@ class RankProcess:
         try:
             self.process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+            kill_child(self.process)
         self.results.close()
 
 
@@ -205,4 +207,6 @@ def _start_rank(rank: int, ring: int, bell: int) -> RankProcess:
         finally:
             os.close(writing)
         heartbeat = Heartbeat(file.fileno())
-        return RankProcess(process, heartbeat, RingReader(results.fileno(), 0, reading))
+        heartbeat.tick()  # the rank is alive until it is silent
+        results_of = RingReader(results.fileno(), 0, reading)
+        return RankProcess(process, heartbeat, results_of, Silence(process.pid))

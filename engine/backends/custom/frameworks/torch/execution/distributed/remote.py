@@ -78,11 +78,11 @@ class RemoteRank:
             self._frames.put(None)
 
 
-def frozen(silent_s: float | None, after_s: float) -> str | None:
-    """What to say of a rank that has not ticked for this long. None: it is well."""
-    if silent_s is None or silent_s <= after_s:
+def frozen(silent_s: float, after_s: float, cause: str = "") -> str | None:
+    """What to say of a rank that was silent for this long. None: it is well."""
+    if silent_s <= after_s:
         return None
-    return f"is frozen: it was silent for {silent_s:.1f} s"
+    return f"is frozen: it was silent for {silent_s:.1f} s{cause and f' ({cause})'}"
 
 
 def free_port(host: str) -> int:
