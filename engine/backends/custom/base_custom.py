@@ -8,6 +8,7 @@ engine runs in a supervised process, or in a thread if it is used as a library.
 import asyncio
 import contextlib
 import functools
+import logging
 import os
 import secrets
 import time
@@ -56,8 +57,11 @@ from engine.core.interfaces.request import GenerateRequest, Ready
 from engine.core.interfaces.snapshot import EngineSnapshot
 from engine.core.interfaces.stats import EngineStats
 from engine.core.interfaces.timeline import Preparation
+from engine.core.memory import memory_room, num_oom_kills
 from engine.core.sandbox.examination import examine
 from engine.core.store.model_store import default_name, resolve_model
+
+log = logging.getLogger(__name__)
 
 
 class CustomBackend(InferenceBackend):
@@ -92,6 +96,7 @@ class CustomBackend(InferenceBackend):
         self._chat_template = chat_template
         self._in_process = in_process
         self._process = process
+        self._num_oom_kills = num_oom_kills()  # when the last engine was started
         # An engine in a thread can't die alone, and is never restarted.
         max_revivals = 0 if in_process else self._options.max_revivals
         self._link: Link = EngineLink(
@@ -384,6 +389,20 @@ class CustomBackend(InferenceBackend):
     def _make_client(self, on_message: OnMessage, on_exit: OnExit) -> EngineClient:
         if self._in_process:
             return InlineClient(self.worker_module, self._options, on_message)
+        self._count_oom_kills()
         # The process that was started early is used once; later clients start a new one.
         process, self._process = self._process, None
         return ProcessClient(self.worker_module, self._options, on_message, on_exit, process)
+
+    def _count_oom_kills(self) -> None:
+        """If memory ran out since the last engine started, the next one plans with less."""
+        before, self._num_oom_kills = self._num_oom_kills, num_oom_kills()
+        if self._num_oom_kills > before:
+            self._options = msgspec.structs.replace(
+                self._options, num_oom_kills=self._options.num_oom_kills + 1
+            )
+            log.error(
+                "a process was killed for lack of memory (%s); the next engine gets a smaller KV "
+                "cache. Raise the memory limit, or lower performance.memory_pool_size_mb",
+                memory_room().bound or "the machine has no more",
+            )

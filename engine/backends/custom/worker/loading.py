@@ -7,11 +7,18 @@ from math import prod
 from engine.backends.custom.frameworks.entry import framework_entry
 from engine.backends.custom.options import IMAGE_ENCODERS, EngineOptions
 from engine.backends.custom.runtime.model_runner import DeviceInfo, ModelRunner, RunnerConfig
-from engine.backends.custom.runtime.requests.images import ImageStore
+from engine.backends.custom.runtime.requests.images import MAX_CACHED_BYTES, ImageStore
 from engine.backends.custom.weights.model import ModelSource
 from engine.backends.custom.worker.encoder_loop import Encoder
-from engine.backends.custom.worker.memory import DTYPE_BYTES, MemoryPlan, plan_memory, rank_share
-from engine.core.errors import ConfigError
+from engine.backends.custom.worker.memory import (
+    DTYPE_BYTES,
+    MemoryPlan,
+    check_room,
+    plan_memory,
+    rank_share,
+)
+from engine.core.errors import ConfigError, ResourceError
+from engine.core.memory import MIB, memory_room
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +34,8 @@ def load_encoder(source: ModelSource, options: EngineOptions) -> tuple[Encoder, 
         )
     framework = framework_entry(options.framework)
     device = framework.find_device(options.device, options.dtype)
+    needs = framework.memory_needs(source, options, device)
+    check_room(replace(needs, token_bytes=0), device)  # its small cache is a part of the workspace
     return framework.build_encoder(source, options, device), device
 
 
@@ -57,7 +66,8 @@ def load_runner(
         value_bytes = 4 if options.framework == "native" else DTYPE_BYTES[device.dtype]
         num_values = sum(prod(each.spec.shape) for each in source.vision_weights.values())
         needs = replace(needs, weight_bytes=needs.weight_bytes + num_values * value_bytes)
-    device = replace(device, free_bytes=device.free_bytes - spared_bytes)
+    spared_bytes += _host_bytes(options, device)
+    device = replace(device, free_bytes=max(0, device.free_bytes - spared_bytes))
     plan = plan_memory(source.config.max_position, options, device, needs)
     log_plan(device, plan, options.num_ranks)
     config = runner_config(options, device, plan)
@@ -76,7 +86,33 @@ def load_images(
     if vision is None or not _reads_images(source, options):
         return None
     encoder = framework_entry(options.framework).build_image_encoder(source, loaded[1])
-    return ImageStore(encoder, two_way_tokens=vision.two_way_tokens, grid_unit=vision.grid_unit)
+    _, config, plan = loaded
+    spare_bytes = memory_room().plannable if config.device.startswith("cuda") else plan.spare_bytes
+    return ImageStore(
+        encoder,
+        two_way_tokens=vision.two_way_tokens,
+        grid_unit=vision.grid_unit,
+        max_bytes=min(MAX_CACHED_BYTES, spare_bytes // 4),
+    )
+
+
+def _host_bytes(options: EngineOptions, device: DeviceInfo) -> int:
+    """The bytes of the device's memory that copies of blocks outside the KV pool may take. Copies
+    on the host do not count on a GPU, but must fit the host.
+    """
+    tiers, peers = options.tiers, options.peers
+    copies = (tiers.host_bytes if tiers else 0) + (peers.kept_bytes if peers else 0)
+    if not device.name.startswith("cuda"):
+        return copies
+    room = memory_room()
+    if copies > room.plannable:
+        raise ResourceError(
+            f"copies of cache blocks may take {copies / MIB:,.0f} MiB of the host's memory, of "
+            f"which {room.plannable / MIB:,.0f} MiB are free"
+            f"{f' ({room.bound})' if room.bound else ''}; lower tiers.host_mb or "
+            "nodes.block_memory_mb"
+        )
+    return 0
 
 
 def _reads_images(source: ModelSource, options: EngineOptions) -> bool:

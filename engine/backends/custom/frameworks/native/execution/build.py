@@ -45,7 +45,12 @@ from engine.backends.custom.runtime.model_runner import (
 from engine.backends.custom.weights.model import ModelSource
 from engine.backends.custom.weights.weight import Weight
 from engine.backends.custom.worker.encoder_loop import Encoder
-from engine.backends.custom.worker.memory import MIB, MemoryNeeds, with_windows
+from engine.backends.custom.worker.memory import (
+    MIB,
+    MemoryNeeds,
+    cpu_device,
+    with_windows,
+)
 from engine.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -80,12 +85,8 @@ def find_device(device: str, dtype: str) -> DeviceInfo:
             f"the native backend takes weights as they are stored; --dtype {dtype} needs "
             "--backend torch, and --dtype float32 means float arithmetic throughout"
         )
-    # Imported here and not at the top, because the engine process starts faster without it.
-    import psutil
-
     kernels()
-    free_bytes = psutil.virtual_memory().available
-    return DeviceInfo("cpu", STORED if dtype == "auto" else dtype, free_bytes)
+    return cpu_device("cpu", STORED if dtype == "auto" else dtype)
 
 
 def memory_needs(source: ModelSource, options: EngineOptions, device: DeviceInfo) -> MemoryNeeds:
