@@ -342,11 +342,13 @@ def plans_for(source: ModelSource, config: RunnerConfig, machine: Machine) -> li
     sizes of buffers and in how work is split among threads.
     """
     max_tokens = max(config.max_batch_tokens, config.max_slots)
+    vision = source.config.vision
+    max_scored = max(MAX_SCORED, 0 if vision is None else vision.two_way_tokens)
     return make_plans(
         build_graph(source.config),
         source,
         machine,
-        Capacity(max_tokens, min(max_tokens, config.max_slots + MAX_SCORED)),
+        Capacity(max_tokens, min(max_tokens, config.max_slots + max_scored)),
         Precision(
             config.dtype == "float32",
             _kv_type(source.config, config.kv_dtype, config.dtype, config.numerics),
