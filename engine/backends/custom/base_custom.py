@@ -32,6 +32,7 @@ from engine.backends.custom.frontend.engine_client import (
 )
 from engine.backends.custom.frontend.engine_link import EngineLink
 from engine.backends.custom.frontend.generation import Generation
+from engine.backends.custom.frontend.held_images import HeldImages
 from engine.backends.custom.frontend.link import Link
 from engine.backends.custom.frontend.preparation import Preparer
 from engine.backends.custom.frontend.prompts import check_prompt, encode_chat
@@ -105,6 +106,7 @@ class CustomBackend(InferenceBackend):
         self._adapters = ServedAdapters(self._link)
         self._num_calls = 0  # calls that still need this object, even if the engine is replaced
         self._preparer = Preparer()
+        self._held_images = HeldImages()
         self._text: TextModel | None = None
         self._created = int(time.time())
         self._files = ""  # identifies the files that the model is read from
@@ -310,7 +312,10 @@ class CustomBackend(InferenceBackend):
         submitted = prepared.request(context, params, text.eos_ids, ready.max_seq_len, adapter)
         told = (context.on_progress, context.notes, context.on_captured)
         generation = Generation(submitted, text, prepared, self._link, *told)
-        self._link.submit(submitted, generation)
+        if not prepared.images:
+            self._link.submit(submitted, generation)
+        else:
+            self._submit_images(submitted, generation)
         if notes is not None:
             notes.add_preparation(Preparation(*times, time.monotonic(), len(submitted.prompt)))
             if notes.recorded is not None:
@@ -318,6 +323,16 @@ class CustomBackend(InferenceBackend):
         if context.on_prompt is not None:
             context.on_prompt(prepared.token_ids)
         return generation
+
+    def _submit_images(self, request: GenerateRequest, generation: Generation) -> None:
+        held, request_id = self._held_images, request.request_id
+        held.take(request_id, request.tenant, request.images)
+        generation.on_released = lambda: held.release(request_id)
+        try:
+            self._link.submit(request, generation)
+        except EngineError:
+            held.release(request_id)
+            raise
 
     async def replay(self, request: GenerateRequest, *, model: str = "") -> ReplayedTokens:
         _, ready = self._loaded()

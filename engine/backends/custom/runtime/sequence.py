@@ -205,10 +205,6 @@ class PendingRequest(msgspec.Struct, frozen=True):
     images: list[PlacedImage] = msgspec.field(default_factory=list)  # those that are encoded
 
     @property
-    def num_image_bytes(self) -> int:
-        return sum(len(image.pixels) for image in self.request.images)
-
-    @property
     def is_ready(self) -> bool:
         """Whether grammar and images are ready."""
         is_compiled = self.matcher is None or self.matcher.done()

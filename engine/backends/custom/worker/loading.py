@@ -7,7 +7,11 @@ from math import prod
 from engine.backends.custom.frameworks.entry import framework_entry
 from engine.backends.custom.options import IMAGE_ENCODERS, EngineOptions
 from engine.backends.custom.runtime.model_runner import DeviceInfo, ModelRunner, RunnerConfig
-from engine.backends.custom.runtime.requests.images import MAX_CACHED_BYTES, ImageStore
+from engine.backends.custom.runtime.requests.images import (
+    MAX_CACHED_BYTES,
+    MAX_HELD_BYTES,
+    ImageStore,
+)
 from engine.backends.custom.weights.model import ModelSource
 from engine.backends.custom.worker.encoder_loop import Encoder
 from engine.backends.custom.worker.memory import (
@@ -22,6 +26,7 @@ from engine.core.memory import MIB, memory_room
 
 log = logging.getLogger(__name__)
 
+MAX_PIXELS = 16 * 2**20  # of an image that a frontend sends
 ENCODER_FRAMEWORKS = ("native", "torch")
 
 
@@ -65,7 +70,11 @@ def load_runner(
     if _reads_images(source, options):
         value_bytes = 4 if options.framework == "native" else DTYPE_BYTES[device.dtype]
         num_values = sum(prod(each.spec.shape) for each in source.vision_weights.values())
-        needs = replace(needs, weight_bytes=needs.weight_bytes + num_values * value_bytes)
+        needs = replace(
+            needs,
+            weight_bytes=needs.weight_bytes + num_values * value_bytes,
+            workspace_bytes=needs.workspace_bytes + _encoder_bytes(source, options.framework),
+        )
     spared_bytes += _host_bytes(options, device)
     device = replace(device, free_bytes=max(0, device.free_bytes - spared_bytes))
     plan = plan_memory(source.config.max_position, options, device, needs)
@@ -93,7 +102,21 @@ def load_images(
         two_way_tokens=vision.two_way_tokens,
         grid_unit=vision.grid_unit,
         max_bytes=min(MAX_CACHED_BYTES, spare_bytes // 4),
+        max_held_bytes=min(MAX_HELD_BYTES, spare_bytes // 2),
+        embed_bytes=4 * vision.output_size,
     )
+
+
+def _encoder_bytes(source: ModelSource, framework: str) -> int:
+    """Bytes of the activations while an image, or a tile of it, is encoded."""
+    vision = source.config.vision
+    assert vision is not None, source.path
+    pixels = vision.processing.max_pixels or vision.image_size**2
+    patches = min(pixels, MAX_PIXELS) // vision.patch_size**2
+    num_floats = patches * (6 * vision.hidden_size + 2 * vision.intermediate_size)
+    if framework == "native":  # it computes the scores of a head at once
+        num_floats += 3 * patches**2
+    return 4 * num_floats
 
 
 def _host_bytes(options: EngineOptions, device: DeviceInfo) -> int:
