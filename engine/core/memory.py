@@ -78,7 +78,7 @@ def memory_room(root: Path = Path("/")) -> MemoryRoom:
 
 def cgroup_limits(root: Path = Path("/")) -> list[MemoryLimit]:
     """The memory limits of this process's cgroups and of all their ancestors that can be seen."""
-    limits = []
+    limits: list[MemoryLimit] = []
     for folder, is_v2 in memory_cgroups(root):
         limits += _limits_v2(folder) if is_v2 else _limits_v1(folder)
     return limits
@@ -94,6 +94,26 @@ def num_oom_kills(root: Path = Path("/")) -> int:
         if "oom_kill" in fields:
             return fields["oom_kill"]
     return _fields(root / "proc/vmstat").get("oom_kill", 0)
+
+
+def separate_oom_kills(root: Path = Path("/")) -> bool:
+    """Ask the kernel to kill single processes of this process's cgroup when its memory runs out,
+    and not all at once. Returns whether it will.
+
+    Only the cgroup of this process is changed, if its files may be written. In most containers they
+    may not. With cgroup v1, processes are always killed one by one.
+    """
+    groups = [folder / "memory.oom.group" for folder, is_v2 in memory_cgroups(root) if is_v2]
+    for number, file in enumerate(groups):
+        if _read(file).strip() != "1":
+            continue
+        if number:  # an ancestor belongs to others
+            return False
+        try:
+            file.write_text("0", encoding="ascii")
+        except OSError:
+            return False
+    return True
 
 
 def memory_cgroups(root: Path = Path("/")) -> Iterator[tuple[Path, bool]]:

@@ -18,7 +18,9 @@ from engine.core.memory import (
     MemoryRoom,
     memory_room,
     num_oom_kills,
+    separate_oom_kills,
 )
+from engine.core.sandbox.processes import offer_to_be_killed
 
 GIB = 1024 * MIB
 UNLIMITED_V1 = 9223372036854771712
@@ -240,3 +242,40 @@ def test_no_module_but_one_asks_the_machine_for_its_memory():
         )
     ]
     assert asking == ["core/memory.py"]
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "is_single", "written"),
+    [
+        ("0::/a/b\n", {"a/b/memory.oom.group": "0\n"}, True, "0\n"),
+        ("0::/a/b\n", {"a/b/memory.oom.group": "1\n"}, True, "0"),
+        ("0::/a/b\n", {"a/b/memory.oom.group": "0\n", "a/memory.oom.group": "1\n"}, False, "0\n"),
+        ("0::/a/b\n", {"a/b/memory.max": "max\n"}, True, None),
+    ],
+)
+def test_only_the_own_cgroup_is_asked_to_kill_one_process_at_a_time(
+    tmp_path, cgroup, files, is_single, written
+):
+    root = machine(tmp_path, cgroup, V2_MOUNT.format(shown="/"), files)
+    assert separate_oom_kills(root) is is_single
+    own = root / "sys/fs/cgroup/a/b/memory.oom.group"
+    assert (own.read_text() if own.exists() else None) == written
+
+
+def test_a_container_whose_files_are_read_only_is_killed_as_a_whole(tmp_path, monkeypatch):
+    def refuse(*arguments: object, **options: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    files = {"a/memory.oom.group": "1\n"}
+    root = machine(tmp_path, "0::/a\n", V2_MOUNT.format(shown="/"), files)
+    monkeypatch.setattr(Path, "write_text", refuse)
+    assert not separate_oom_kills(root)
+
+
+@pytest.mark.parametrize(("score", "raised"), [("0\n", "500"), ("985\n", "1000")])
+def test_a_child_is_killed_before_a_parent_whatever_the_parents_score(monkeypatch, score, raised):
+    written = []
+    monkeypatch.setattr(Path, "read_text", lambda path: score)
+    monkeypatch.setattr(Path, "write_text", lambda path, text: written.append((str(path), text)))
+    offer_to_be_killed()
+    assert written == [("/proc/self/oom_score_adj", raised)]

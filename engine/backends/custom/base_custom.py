@@ -58,7 +58,7 @@ from engine.core.interfaces.request import GenerateRequest, Ready
 from engine.core.interfaces.snapshot import EngineSnapshot
 from engine.core.interfaces.stats import EngineStats
 from engine.core.interfaces.timeline import Preparation
-from engine.core.memory import memory_room, num_oom_kills
+from engine.core.memory import memory_room, num_oom_kills, separate_oom_kills
 from engine.core.sandbox.examination import examine
 from engine.core.store.model_store import default_name, resolve_model
 
@@ -113,6 +113,11 @@ class CustomBackend(InferenceBackend):
         self._card: ModelCard | None = None  # built once, when the model is loaded
 
     async def start(self) -> str:
+        if not self._in_process and not separate_oom_kills():
+            log.warning(
+                "if memory runs out, the kernel kills this server together with its engine "
+                "(memory.oom.group); where only the engine is killed, requests continue"
+            )
         path = resolve_model(self._options.model_path)
         self._options = msgspec.structs.replace(self._options, model_path=str(path))
         self._files = files_key(path)
