@@ -212,11 +212,11 @@ def test_a_model_beyond_the_limit_is_refused_with_limit_need_and_remedy(monkeypa
 
 
 @pytest.mark.parametrize("asked", [None, 256 * MIB])
-def test_each_engine_after_an_oom_kill_plans_a_smaller_pool_that_holds_a_context(asked):
+def test_each_engine_after_an_oom_kill_plans_a_smaller_pool(asked):
     needs = MemoryNeeds(weight_bytes=0, token_bytes=16 * 1024)  # a context of 1024 takes 16 MiB
     device = planning.DeviceInfo("cpu", "float32", 768 * MIB)
     plans = []
-    for kills in range(7):
+    for kills in range(10):
         options = EngineOptions(
             model_path="", framework="native", pool_bytes=asked, num_oom_kills=kills, max_slots=64
         )
@@ -224,10 +224,28 @@ def test_each_engine_after_an_oom_kill_plans_a_smaller_pool_that_holds_a_context
     sizes = [plan.pool_bytes for plan in plans]
     assert sizes[0] == 256 * MIB
     assert sizes[1] == 128 * MIB
-    assert all(later <= earlier for earlier, later in zip(sizes, sizes[1:], strict=False))
-    assert all(plan.max_seq_len == 1024 for plan in plans)
-    assert sizes[-1] < 17 * MIB
-    assert any("lack of memory (6 times)" in note for note in plans[-1].notes)
+    least = 9 * 16 * needs.token_bytes  # of a short context
+    assert all(
+        later < earlier or later == least for earlier, later in zip(sizes, sizes[1:], strict=False)
+    )
+    assert sizes[-1] == least
+    assert any("lack of memory (9 times)" in note for note in plans[-1].notes)
+
+
+def test_after_the_first_oom_kill_a_whole_context_still_fits():
+    needs = MemoryNeeds(weight_bytes=0, token_bytes=16 * 1024)  # a context of 1024 takes 16 MiB
+    device = planning.DeviceInfo("cpu", "float32", 768 * MIB)
+
+    def after(kills: int, pool: int) -> planning.MemoryPlan:
+        options = EngineOptions(
+            model_path="", framework="native", pool_bytes=pool, num_oom_kills=kills
+        )
+        return plan_memory(1024, options, device, needs)
+
+    assert after(1, 24 * MIB).max_seq_len == 1024
+    assert after(1, 24 * MIB).pool_bytes < 17 * MIB
+    assert after(2, 24 * MIB).max_seq_len < 1024
+    assert after(1, 16 * MIB).pool_bytes == 12 * MIB
 
 
 def test_no_module_but_one_asks_the_machine_for_its_memory():

@@ -298,14 +298,16 @@ def _pool_bytes(
     room: int,
     notes: list[str],
 ) -> int:
-    """Bytes of the block pools: those that were asked for, or as much as sequences can use. Engines
-    that were killed for lack of memory leave a smaller one, which still holds a whole context.
+    """Bytes of the block pools: those that were asked for, or as much as sequences can use. Each
+    engine that was killed for lack of memory halves it. After the first, a whole context still fits
+    if that takes at most three quarters of the pool, so that all open requests can continue.
     """
     pool_bytes = _wanted_pool(pools, options, needs, min_bytes, room, notes)
     if not options.num_oom_kills:
         return pool_bytes
-    least = max(min_bytes, pools.bytes_for(1, 1))
-    smaller = max(min(pool_bytes, least), pool_bytes >> options.num_oom_kills)
+    smaller = max(min_bytes, pool_bytes >> options.num_oom_kills)
+    if options.num_oom_kills == 1:
+        smaller = max(smaller, min(pool_bytes * 3 // 4, pools.bytes_for(1, 1)))
     notes.append(
         f"KV cache is {smaller / MIB:,.0f} MiB instead of {pool_bytes / MIB:,.0f} MiB: the engine "
         f"was killed for lack of memory ({options.num_oom_kills} times)"
