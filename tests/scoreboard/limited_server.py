@@ -16,8 +16,8 @@ from engine.core.memory import MIB, memory_cgroups, num_oom_kills
 
 VARIABLE = "SCOREBOARD_MEMORY_LIMIT"  # the folder of a cgroup, or a number of bytes
 MODULE = "tests.scoreboard.limited_server"
-# Fills the memory of the cgroup of the folder in its argument until a process there is killed. It is
-# many processes, so that none of them is the largest one, which the kernel would choose.
+# Fills the memory of the cgroup whose folder is its argument, until a process there is killed. It
+# is many processes, so that none of them is the largest one, which the kernel would choose.
 BALLAST = """
 import os, sys, time
 from pathlib import Path
