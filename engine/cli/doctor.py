@@ -23,7 +23,7 @@ import typer
 from engine import __version__
 from engine.cli.console import ConfigOption, JsonOption, load_cli_settings, output
 from engine.core.errors import EngineError
-from engine.core.store.fit import container_memory_limit
+from engine.core.memory import memory_room
 from engine.core.store.gpus import amd_gpus, has_rocm_torch, query_gpus, rocm_version
 
 _GIB = 2**30
@@ -119,11 +119,10 @@ def _hardware() -> list[Finding]:
     model, features = _cpu()
     usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else psutil.cpu_count()
     cores = f"{psutil.cpu_count(logical=False) or '?'} cores, {usable} usable threads"
-    memory = psutil.virtual_memory()
-    room = f"{memory.available / _GIB:.1f} GiB available of {memory.total / _GIB:.1f} GiB"
-    limit = container_memory_limit()
-    if limit is not None and limit < memory.total:
-        room += f"; this container may use {limit / _GIB:.1f} GiB"
+    memory = memory_room()
+    room = f"{memory.free / _GIB:.1f} GiB available of {memory.total / _GIB:.1f} GiB"
+    if memory.bound:
+        room += f"; {memory.bound}"
     return [
         Finding("hardware", "CPU", f"{model}, {cores}"),
         Finding("hardware", "instructions", ", ".join(features) or "none that kernels use"),

@@ -8,9 +8,9 @@ import psutil
 import torch
 
 from engine.core.errors import ResourceError
+from engine.core.memory import MIB, memory_room
 from engine.finetuning.plan import TrainingPlan
 
-MIB = 2**20
 _M_MMAP_THRESHOLD = -3  # of mallopt
 # In messages of PyTorch and CUDA that are no `OutOfMemoryError`.
 _SIGNS = ("can't allocate memory", "out of memory", "alloc_failed")
@@ -34,7 +34,8 @@ def limit_memory(plan: TrainingPlan, device: torch.device) -> None:
 def check_room(plan: TrainingPlan, device: torch.device, num_params: int) -> None:
     """Raise `ResourceError` if not even the weights fit, before they are loaded."""
     on_cpu = device.type == "cpu"
-    free = psutil.virtual_memory().available if on_cpu else torch.cuda.mem_get_info(device)[0]
+    room = memory_room()
+    free = room.plannable if on_cpu else torch.cuda.mem_get_info(device)[0]
     needed = num_params * (4 if on_cpu else 2)
     own = getattr(psutil.Process().memory_info(), "data", 0) if on_cpu else 0
     if plan.memory_bytes is not None and plan.memory_bytes < own + needed:
@@ -43,7 +44,9 @@ def check_room(plan: TrainingPlan, device: torch.device, num_params: int) -> Non
             f"{plan.memory_bytes / MIB:,.0f} MiB (finetuning.memory_mb)"
         )
     if free < needed:
-        more = "" if on_cpu else "; finetuning.memory_mb makes the server leave room for training"
+        more = "; finetuning.memory_mb makes the server leave room for training"
+        if on_cpu:
+            more = f" ({room.bound})" if room.bound else ""
         raise ResourceError(
             f"the weights alone need {needed / MIB:,.0f} MiB, and {free / MIB:,.0f} MiB of {device}"
             f" are free{more}"

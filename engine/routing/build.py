@@ -12,6 +12,7 @@ from engine.backends.factory import make_backend
 from engine.core.config_schema import NamedTables, Settings
 from engine.core.config_tables import BackendTable, ModelTable, adapters_of, backends_of
 from engine.core.errors import ConfigError, EngineError
+from engine.core.memory import memory_room
 from engine.core.store.model_store import resolve_model
 from engine.routing.attempts import ShadowTraffic
 from engine.routing.metrics import RouterMetrics
@@ -55,7 +56,8 @@ def build_router(settings: Settings, registry: CollectorRegistry, origin: str) -
 
 def make_residency(settings: Settings) -> Residency:
     budget_mb = settings.server.memory_budget_mb
-    budget = None if budget_mb is None else budget_mb * 2**20
+    # A budget beyond the limit of the container would never unload a model before the kernel kills.
+    budget = None if budget_mb is None else min(budget_mb * 2**20, memory_room().plannable)
     return Residency(budget, settings.server.idle_unload_s)
 
 

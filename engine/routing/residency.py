@@ -71,8 +71,8 @@ class Residency:
         needed = newcomer.expected_bytes
         if needed > budget:
             raise ResourceError(
-                f"{newcomer.name} needs about {_mib(needed)} MiB; server.memory_budget_mb is"
-                f" {_mib(budget)}."
+                f"{newcomer.name} needs about {_mib(needed)} MiB; server.memory_budget_mb and the"
+                f" memory that this server may use allow {_mib(budget)}."
             )
         while self.resident_bytes + needed > budget:
             idle = [

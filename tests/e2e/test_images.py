@@ -129,3 +129,48 @@ def test_images_on_the_web_are_not_fetched(server: ServedEngine) -> None:
     response = httpx.post(f"{server.url}/v1/chat/completions", json=body)
     assert response.status_code == 400
     assert "fetches no images" in response.text and url not in response.text
+
+
+def chat(server: ServedEngine, content: Any, **fields: Any) -> httpx.Response:
+    body = {"model": server.model, "messages": [{"role": "user", "content": content}], **fields}
+    return httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120)
+
+
+def test_prompt_logprobs_of_a_prompt_with_an_image(server: ServedEngine) -> None:
+    fields = {"max_tokens": 2, "temperature": 0, "prompt_logprobs": 1, "n": 2, "ignore_eos": True}
+    answer = chat(server, parts(png(8)), **fields)
+    assert answer.status_code == 200, answer.text
+    scored = answer.json()["prompt_logprobs"]
+    assert len(scored) == answer.json()["usage"]["prompt_tokens"]
+    assert scored[0] is None and all(scored[1:])
+
+
+def test_thousands_of_tiny_images_are_refused_by_every_api(server: ServedEngine) -> None:
+    tiny, num_messages = png(9, 1, 1), 50
+    encoded = base64.b64encode(tiny).decode()
+    source = {"type": "base64", "media_type": "image/png", "data": encoded}
+    url = {"type": "image_url", "image_url": {"url": data_url(tiny)}}
+    bodies = {
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": [url] * 60}]},
+        "/v1/messages": {
+            "max_tokens": 1,
+            "messages": [{"role": "user", "content": [{"type": "image", "source": source}] * 60}],
+        },
+        "/v1/responses": {
+            "input": [
+                {
+                    "role": "user",
+                    "content": [{"type": "input_image", "image_url": data_url(tiny)}] * 60,
+                }
+            ]
+        },
+        "/api/chat": {"messages": [{"role": "user", "content": "", "images": [encoded] * 60}]},
+        "/tokenize": {"messages": [{"role": "user", "content": [url] * 60}]},
+    }
+    for path, body in bodies.items():
+        name = "input" if "input" in body else "messages"
+        body = {**body, "model": server.model, name: body[name] * num_messages}
+        answer = httpx.post(f"{server.url}{path}", json=body, timeout=120)
+        assert answer.status_code == 400, (path, answer.text)
+        assert "image" in answer.text, (path, answer.text)
+    assert ask(server, png(1)).usage.completion_tokens == NUM_NEW

@@ -24,8 +24,11 @@ from engine.backends.custom.ir.planner import plan
 from engine.backends.custom.ir.rotary import rotary_tables
 from engine.backends.custom.options import EngineOptions
 from engine.backends.custom.weights.model import ModelSource, open_model
+from engine.backends.custom.worker import memory
 from engine.backends.custom.worker.encoder_loop import Encoder
-from engine.core.errors import ModelFormatError
+from engine.backends.custom.worker.loading import load_encoder
+from engine.core.errors import ModelFormatError, ResourceError
+from engine.core.memory import MemoryLimit, MemoryRoom
 from engine.core.registry.model_registry import architecture
 from tests.gguf_files import write_gguf
 
@@ -349,3 +352,19 @@ def test_groups_bound_padding_and_lose_nobody() -> None:
     for group in made:
         assert len(group) == 1 or len(group) * max(lengths[row] for row in group) <= 100
     assert len(made) == 3
+
+
+@pytest.mark.parametrize("framework", ["native", "torch"])
+def test_an_encoder_is_refused_before_loading_if_it_does_not_fit(
+    tiny: Any, framework: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = open_model(tiny[1])
+    options = EngineOptions(
+        model_path=str(source.path), framework=framework, device="cpu", threads=1
+    ).planned("cpu", 2**30, 1)
+    assert load_encoder(source, options)[0].spec.max_seq_len > 0
+    limit = MemoryLimit(2**27, 2**26, "the cgroup")
+    room = MemoryRoom(2**27, 2**26, is_limited=True, tightest=limit)
+    monkeypatch.setattr(memory, "memory_room", lambda: room)
+    with pytest.raises(ResourceError, match="the cgroup allows 128 MiB"):
+        load_encoder(source, options)

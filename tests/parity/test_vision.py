@@ -25,6 +25,7 @@ from engine.backends.custom.runtime.loop import EngineLoop
 from engine.backends.custom.runtime.model_runner import RunnerConfig
 from engine.backends.custom.runtime.radix_cache import RadixCache
 from engine.backends.custom.runtime.requests.images import ImageStore
+from engine.backends.custom.runtime.samplers import prompt_logprobs
 from engine.backends.custom.runtime.scheduler import Scheduler
 from engine.backends.custom.weights.model import open_model
 from engine.core.interfaces.request import Deltas, GenerateRequest, ImageInput, SamplingParams
@@ -292,3 +293,48 @@ def test_an_encoder_of_another_model_is_left_alone(tmp_path: Path) -> None:
     convert(folder, path)
     write_mmproj(tmp_path / "mmproj.gguf", other)
     assert open_model(path).config.vision is None
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_prompt_logprobs_beside_images_equal_those_of_transformers(
+    tiny: Any, expected: list[list[int]], schedule: str
+) -> None:
+    """Tokens of images count as the token that stands for them in the prompt, as in vLLM."""
+    model, path = tiny
+    asked = prompts(unit_of(model))
+    settings = dict(SCHEDULES[schedule])
+    if schedule == "in a pool too small":
+        settings["num_blocks"] = 40  # a sequence that scores its prompt shares no blocks
+    for framework in frameworks(model):
+        run = Run(path, framework=framework, **settings)
+        for _ in range(2):  # the second time, the images and their prefixes are cached
+            assert run.answers(*asked, score_prompt=True, logprobs=2) == expected, framework
+            firsts = {
+                delta.request_id: delta.prompt_logprobs
+                for message in run.channel.outbox
+                if isinstance(message, Deltas)
+                for delta in message.deltas
+                if delta.prompt_logprobs is not None
+            }
+            for number, (ids, images) in enumerate(asked):
+                with torch.no_grad():
+                    logits = model(**tiny_vision.arguments(model, ids, images)).logits[0]
+                theirs = torch.log_softmax(logits.float(), -1)[:-1]
+                ours = firsts[str(number)]
+                own = theirs[torch.arange(len(ids) - 1), torch.tensor(ids[1:])]
+                np.testing.assert_allclose([each.logprob for each in ours], own, atol=2e-3)
+                best = theirs.topk(2).values
+                np.testing.assert_allclose([e.top_logprobs for e in ours], best, atol=2e-3)
+
+
+@pytest.mark.parametrize("tiny", ["gemma3"], indirect=True)
+def test_an_image_that_one_step_computes_may_have_more_tokens_than_a_step_scores(
+    tiny: Any, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (prompt_logprobs, native_build):
+        monkeypatch.setattr(module, "MAX_SCORED", 1)
+    model, path = tiny
+    asked = prompts(unit_of(model))
+    for framework in frameworks(model):
+        run = Run(path, framework=framework, num_blocks=400, max_slots=2, budget=512)
+        assert run.answers(*asked, score_prompt=True) == expected, framework

@@ -7,18 +7,33 @@ import io
 import socket
 import zlib
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from ipaddress import ip_address
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, PngImagePlugin
 
-from engine.backends.custom.frontend.images import decode
-from engine.core.errors import InvalidRequestError
+from engine.backends.custom.architectures.vision import ImageProcessing, VisionConfig
+from engine.backends.custom.frontend import images as images_module
+from engine.backends.custom.frontend.held_images import HeldImages
+from engine.backends.custom.frontend.images import (
+    decode,
+    prepare_image,
+    prepare_images,
+    size_of,
+    tile_sizes,
+)
+from engine.backends.custom.runtime.requests.images import ImageAccount, ImageStore
+from engine.core.errors import InvalidRequestError, RateLimitError, UnavailableError
+from engine.core.interfaces.backend import IMAGE_MARK
+from engine.core.interfaces.request import GenerateRequest, ImageInput, SamplingParams
+from engine.core.memory import MemoryRoom
 from engine.servers.schema.images import RemoteImage, image_from_base64, image_from_url
 from engine.servers.serving import remote_images
-from engine.servers.serving.remote_images import fetch_image, is_public
+from engine.servers.serving.remote_images import fetch_image, is_public, with_loaded_images
 
 
 def png(width: int = 40, height: int = 30) -> bytes:
@@ -272,3 +287,180 @@ async def test_size_and_time_are_limited(host: Any, monkeypatch: pytest.MonkeyPa
     host.resolver.num_lookups = 0
     with pytest.raises(InvalidRequestError, match="did not arrive"):
         await fetched(host)
+
+
+SMOLVLM = VisionConfig(
+    kind="idefics3",
+    image_token_id=1,
+    placeholder_id=1,
+    end_id=None,
+    image_size=512,
+    patch_size=16,
+    hidden_size=768,
+    num_layers=12,
+    num_heads=12,
+    intermediate_size=3072,
+    norm_eps=1e-6,
+    merge=4,
+    output_size=576,
+    processing=ImageProcessing(longest_edge=2048, splits=True),
+)
+GEMMA = replace(SMOLVLM, kind="gemma3", image_size=896, patch_size=14, end_id=2, placeholder_id=3)
+QWEN = replace(
+    SMOLVLM,
+    kind="qwen2_5_vl",
+    image_size=28,
+    window_size=112,
+    processing=ImageProcessing(min_pixels=56 * 56, max_pixels=28 * 28 * 16384),
+)
+
+
+@pytest.mark.parametrize("vision", [SMOLVLM, GEMMA, QWEN], ids=lambda each: each.kind)
+@pytest.mark.parametrize("size", [(1, 1), (30, 40), (640, 480), (13, 2000), (4000, 4000)])
+def test_what_is_counted_before_decoding_is_what_decoding_gives(
+    vision: VisionConfig, size: tuple[int, int]
+) -> None:
+    file = io.BytesIO()
+    turned = Image.Exif()
+    turned[0x0112] = 6  # the picture lies on its side
+    Image.new("RGB", size).save(file, "PNG", exif=turned)
+    counted = tile_sizes(*size_of(file.getvalue(), "x"), vision)
+    if vision is QWEN and max(size) > 150 * min(size):
+        return
+    tiles = prepare_image(file.getvalue(), vision, NoMarks(), "x").tiles
+    assert sum(3 * w * h for w, h, _ in counted) == sum(len(tile.pixels) for tile in tiles)
+    assert [count for *_, count in counted] == [tile.count for tile in tiles]
+
+
+class NoMarks:
+    def token_id(self, text: str) -> None:
+        return None
+
+
+def asked(*images: bytes, per_message: int = 64) -> list[dict[str, Any]]:
+    messages = [images[i : i + per_message] for i in range(0, len(images), per_message)]
+    return [{"content": IMAGE_MARK * len(each), "images": list(each)} for each in messages]
+
+
+@pytest.mark.parametrize(
+    ("images", "vision", "rule"),
+    [
+        pytest.param([png()] * 3000, SMOLVLM, "at most 256 images", id="3,000 tiny images"),
+        pytest.param([png()] * 9, SMOLVLM, "MiB of pixels for the model", id="tiles in sum"),
+        pytest.param([png()] * 21, GEMMA, "MiB of pixels for the model", id="large tiles in sum"),
+        pytest.param([claiming(4000, 3999)] * 5, GEMMA, "pixels in sum", id="pixels in sum"),
+        pytest.param([claiming(3000, 3000)], QWEN, "more tokens than the context", id="tokens"),
+    ],
+)
+def test_images_are_counted_in_sum_before_any_is_decoded(
+    images: list[bytes], vision: VisionConfig, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(self: Image.Image) -> None:
+        raise AssertionError("decoded")
+
+    monkeypatch.setattr(Image.Image, "load", load)
+    with pytest.raises(InvalidRequestError, match=rule) as refused:
+        prepare_images(asked(*images), vision, NoMarks(), 8192)
+    assert refused.value.body()["error"]["code"] == "invalid_image"
+
+
+def test_an_image_that_the_memory_can_not_hold_is_refused_before_it_is_decoded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(images_module, "memory_room", lambda: MemoryRoom(2**30, 2**20))
+    with pytest.raises(UnavailableError, match="MiB are free; send smaller ones"):
+        prepare_images(asked(claiming(1000, 1000)), GEMMA, NoMarks(), 4096)
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
+
+
+def test_texts_and_profiles_of_a_png_are_never_decompressed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bomb = zlib.compress(bytes(2**20))
+    data = png()
+    stuffed = data[:33] + chunk(b"iCCP", b"p\0\0" + bomb)
+    for number in range(60):
+        stuffed += chunk(b"zTXt", b"a%d\0\0" % number + bomb)
+    stuffed += data[33:]
+
+    def decompress(*arguments: Any) -> bytes:
+        raise AssertionError("decompressed")
+
+    monkeypatch.setattr(PngImagePlugin, "_safe_zlib_decompress", decompress)
+    assert decode(stuffed, "x").tobytes() == decode(data, "x").tobytes()
+
+
+def test_a_png_of_endless_chunks_is_refused() -> None:
+    data = png()
+    with pytest.raises(InvalidRequestError, match="damaged"):
+        decode(data[:33] + chunk(b"zzZz", b"") * 70_000 + data[33:], "x")
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "PA"])
+def test_strips_are_composed_like_the_whole_image(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pixels = np.random.default_rng(1).integers(0, 256, (31, 17, 4), np.uint8)
+    image = Image.fromarray(pixels, "RGBA").convert("P" if mode == "PA" else mode)
+    if mode.startswith("P"):
+        image.info["transparency"] = bytes(range(256)) if mode == "PA" else 3
+    file = io.BytesIO()
+    image.save(file, "PNG", **({"transparency": image.info["transparency"]} if "P" in mode else {}))
+    opened = Image.open(io.BytesIO(file.getvalue())).convert("RGBA")
+    white = Image.new("RGBA", opened.size, (255, 255, 255, 255))
+    whole = Image.alpha_composite(white, opened).convert("RGB")
+    monkeypatch.setattr(images_module, "STRIP_PIXELS", 40)
+    assert decode(file.getvalue(), "x").tobytes() == whole.tobytes()
+
+
+def held(num_bytes: int) -> tuple[ImageInput, ...]:
+    return (ImageInput(0, 1, 1, num_bytes // 3, bytes(num_bytes)),)
+
+
+def test_open_requests_hold_so_many_pixels_and_a_tenant_half_of_them() -> None:
+    images = HeldImages(max_bytes=100)
+    images.take("1", "a", held(30))
+    with pytest.raises(RateLimitError, match="no room for more"):
+        images.take("2", "a", held(30))
+    images.take("3", "b", held(45))
+    with pytest.raises(RateLimitError):
+        images.take("4", "c", held(30))
+    images.release("1")
+    images.release("1")
+    images.take("5", "c", held(30))
+
+
+def test_an_engine_counts_pixels_and_embeddings_of_all_requests_before_it_takes_one() -> None:
+    store = ImageStore(None, max_held_bytes=1000, embed_bytes=50)
+    account = ImageAccount(store)
+    request = GenerateRequest(
+        request_id="1", prompt=(1, 2), params=SamplingParams(), images=held(300), tenant="a"
+    )
+    assert account.needed(request.images) == 350
+    assert account.find_fault(request, []) is None
+    assert isinstance(account.find_fault(request, [("a", 200)]), RateLimitError)
+    assert account.find_fault(request, [("b", 600)]) is None
+    assert isinstance(account.find_fault(request, [("b", 700)]), RateLimitError)
+    continued = msgspec.structs.replace(request, resumed=())
+    assert account.find_fault(continued, [("b", 700)]) is None
+    large = msgspec.structs.replace(request, images=held(480))
+    assert isinstance(account.find_fault(large, []), InvalidRequestError)
+
+
+async def test_images_on_the_web_are_counted_in_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    many = [RemoteImage("https://a.b/c", f"images[{i}]") for i in range(33)]
+    with pytest.raises(InvalidRequestError, match="32 addresses"):
+        await with_loaded_images(({"images": many},), ["*"])
+
+    async def download(image: Any, url: Any, address: Any, max_bytes: int) -> bytes:
+        allowed.append(max_bytes)
+        return bytes(max_bytes)
+
+    allowed: list[int] = []
+    monkeypatch.setattr(remote_images, "_download", download)
+    monkeypatch.setattr(remote_images, "_resolved", lambda *given: asyncio.sleep(0))
+    await with_loaded_images(({"images": many[:4]}, {"content": ""}), ["*"])
+    assert sum(allowed) == remote_images.MAX_ALL_BYTES

@@ -68,6 +68,7 @@ def test_the_unit_waits_for_a_drain_and_watches() -> None:
     assert int(service["TimeoutStopSec"]) > Settings().server.drain_timeout_s + 10
     assert int(service["WatchdogSec"]) > 0
     assert "MemoryMax" in service
+    assert service["OOMPolicy"] == "continue"  # the engine alone is killed, and starts again
 
 
 @pytest.mark.parametrize("name", ["Containerfile", "Containerfile.cuda"])

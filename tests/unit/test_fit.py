@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from engine.core.errors import ConfigError, ResourceError
+from engine.core.memory import MemoryRoom
 from engine.core.store import fit
 from engine.core.store.catalogue import CATALOGUE, CatalogueEntry
 from engine.core.store.fit import Machine, best_quant, choose_quant, needed_bytes, this_machine
@@ -79,7 +80,7 @@ def test_the_machine_is_its_gpu_or_its_container(
     tool.write_text("#!/bin/sh\nexit 9\n")
     with pytest.raises(subprocess.CalledProcessError):
         fit.query_gpus("memory.total")
-    monkeypatch.setattr(fit, "container_memory_limit", lambda: 1000)
+    monkeypatch.setattr(fit, "memory_room", lambda: MemoryRoom(1000, 500))
     assert this_machine() == Machine(1000, is_gpu=False)
 
 

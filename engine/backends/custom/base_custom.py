@@ -8,6 +8,7 @@ engine runs in a supervised process, or in a thread if it is used as a library.
 import asyncio
 import contextlib
 import functools
+import logging
 import os
 import secrets
 import time
@@ -31,6 +32,7 @@ from engine.backends.custom.frontend.engine_client import (
 )
 from engine.backends.custom.frontend.engine_link import EngineLink
 from engine.backends.custom.frontend.generation import Generation
+from engine.backends.custom.frontend.held_images import HeldImages
 from engine.backends.custom.frontend.link import Link
 from engine.backends.custom.frontend.preparation import Preparer
 from engine.backends.custom.frontend.prompts import check_prompt, encode_chat
@@ -56,8 +58,11 @@ from engine.core.interfaces.request import GenerateRequest, Ready
 from engine.core.interfaces.snapshot import EngineSnapshot
 from engine.core.interfaces.stats import EngineStats
 from engine.core.interfaces.timeline import Preparation
+from engine.core.memory import memory_room, num_oom_kills, separate_oom_kills
 from engine.core.sandbox.examination import examine
 from engine.core.store.model_store import default_name, resolve_model
+
+log = logging.getLogger(__name__)
 
 
 class CustomBackend(InferenceBackend):
@@ -92,6 +97,7 @@ class CustomBackend(InferenceBackend):
         self._chat_template = chat_template
         self._in_process = in_process
         self._process = process
+        self._num_oom_kills = num_oom_kills()  # when the last engine was started
         # An engine in a thread can't die alone, and is never restarted.
         max_revivals = 0 if in_process else self._options.max_revivals
         self._link: Link = EngineLink(
@@ -100,12 +106,18 @@ class CustomBackend(InferenceBackend):
         self._adapters = ServedAdapters(self._link)
         self._num_calls = 0  # calls that still need this object, even if the engine is replaced
         self._preparer = Preparer()
+        self._held_images = HeldImages()
         self._text: TextModel | None = None
         self._created = int(time.time())
         self._files = ""  # identifies the files that the model is read from
         self._card: ModelCard | None = None  # built once, when the model is loaded
 
     async def start(self) -> str:
+        if not self._in_process and not separate_oom_kills():
+            log.warning(
+                "if memory runs out, the kernel kills this server together with its engine "
+                "(memory.oom.group); where only the engine is killed, requests continue"
+            )
         path = resolve_model(self._options.model_path)
         self._options = msgspec.structs.replace(self._options, model_path=str(path))
         self._files = files_key(path)
@@ -306,7 +318,10 @@ class CustomBackend(InferenceBackend):
         submitted = prepared.request(context, params, text.eos_ids, ready.max_seq_len, adapter)
         told = (context.on_progress, context.notes, context.on_captured)
         generation = Generation(submitted, text, prepared, self._link, *told)
-        self._link.submit(submitted, generation)
+        if not prepared.images:
+            self._link.submit(submitted, generation)
+        else:
+            self._submit_images(submitted, generation)
         if notes is not None:
             notes.add_preparation(Preparation(*times, time.monotonic(), len(submitted.prompt)))
             if notes.recorded is not None:
@@ -314,6 +329,16 @@ class CustomBackend(InferenceBackend):
         if context.on_prompt is not None:
             context.on_prompt(prepared.token_ids)
         return generation
+
+    def _submit_images(self, request: GenerateRequest, generation: Generation) -> None:
+        held, request_id = self._held_images, request.request_id
+        held.take(request_id, request.tenant, request.images)
+        generation.on_released = lambda: held.release(request_id)
+        try:
+            self._link.submit(request, generation)
+        except EngineError:
+            held.release(request_id)
+            raise
 
     async def replay(self, request: GenerateRequest, *, model: str = "") -> ReplayedTokens:
         _, ready = self._loaded()
@@ -385,6 +410,20 @@ class CustomBackend(InferenceBackend):
     def _make_client(self, on_message: OnMessage, on_exit: OnExit) -> EngineClient:
         if self._in_process:
             return InlineClient(self.worker_module, self._options, on_message)
+        self._count_oom_kills()
         # The process that was started early is used once; later clients start a new one.
         process, self._process = self._process, None
         return ProcessClient(self.worker_module, self._options, on_message, on_exit, process)
+
+    def _count_oom_kills(self) -> None:
+        """If memory ran out since the last engine started, the next one plans with less."""
+        before, self._num_oom_kills = self._num_oom_kills, num_oom_kills()
+        if self._num_oom_kills > before:
+            self._options = msgspec.structs.replace(
+                self._options, num_oom_kills=self._options.num_oom_kills + 1
+            )
+            log.error(
+                "a process was killed for lack of memory (%s); the next engine gets a smaller KV "
+                "cache. Raise the memory limit, or lower performance.memory_pool_size_mb",
+                memory_room().bound or "the machine has no more",
+            )

@@ -82,6 +82,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, tag="options"):
     max_queued: int = 1024
     max_revivals: int = 8  # how often a request continues in a new engine after a death; 0: never
     pool_bytes: int | None = None
+    num_oom_kills: int = 0  # earlier engines that were killed for lack of memory
     # The engine may use this share of the GPU memory that is free when it starts.
     gpu_memory_utilization: float = 0.9
     # Fine-tuning jobs train on this GPU, so an engine on it leaves memory free; "": on none.

@@ -77,6 +77,10 @@ def keep_all() -> None:
     gc.enable()
 
 
+# What this process adds to the OOM score of its parent, and the largest score.
+OOM_SCORE, MAX_OOM_SCORE = 500, 1000
+
+
 def die_with_parent(parent_pid: int) -> None:
     """Make the kernel kill this process when the thread that started it ends. A child process calls
     this first.
@@ -88,10 +92,11 @@ def die_with_parent(parent_pid: int) -> None:
 
 def offer_to_be_killed() -> None:
     """Raise this process's OOM score, so that the kernel kills this process before its parent. The
-    parent can restart this process.
+    parent can restart this process. Containers may start the parent with a high score already.
     """
     with contextlib.suppress(OSError):  # the file does not exist on every system
-        Path("/proc/self/oom_score_adj").write_text("500")
+        file = Path("/proc/self/oom_score_adj")
+        file.write_text(str(min(MAX_OOM_SCORE, int(file.read_text()) + OOM_SCORE)))
 
 
 def adopt_orphans() -> None:

@@ -8,11 +8,11 @@ import subprocess
 import time
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 
 import psutil
 
 from engine.core.errors import ConfigError, ResourceError
+from engine.core.memory import memory_room
 from engine.core.store.catalogue import CatalogueEntry, Quant
 from engine.core.store.gpus import amd_gpus, has_rocm_torch, query_gpus
 
@@ -43,8 +43,7 @@ class Machine:
 def this_machine() -> Machine:
     if find_spec("torch") is not None and (gpu := _gpu_memory()):
         return Machine(gpu, is_gpu=True)
-    total: int = psutil.virtual_memory().total
-    return Machine(min(total, container_memory_limit() or total), is_gpu=False)
+    return Machine(memory_room().total, is_gpu=False)
 
 
 def _gpu_memory() -> int:
@@ -57,15 +56,6 @@ def _gpu_memory() -> int:
         return 0
     mebibytes = [row.removesuffix(" MiB") for row in rows]
     return max((int(text) << 20 for text in mebibytes if text.isdigit()), default=0)
-
-
-def container_memory_limit() -> int | None:
-    """The bytes that this container may use. None if there is no limit."""
-    try:
-        text = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
 
 
 def needed_bytes(entry: CatalogueEntry, quant: Quant) -> int:

@@ -25,8 +25,9 @@ from engine.backends.custom.options import EngineOptions
 from engine.backends.custom.tools.inspection import frameworks
 from engine.backends.custom.tools.profiling import Profile, profile_model
 from engine.backends.custom.weights.model import ModelSource, open_model
-from engine.backends.custom.worker.memory import MIB, plan_memory
+from engine.backends.custom.worker.memory import plan_memory
 from engine.core.errors import ConfigError
+from engine.core.memory import MIB
 from engine.core.store.model_store import resolve_model
 from engine.scripts.dev.benchmark_layers import random_source
 

@@ -19,7 +19,10 @@ from engine.core.errors import InvalidRequestError
 from engine.servers.schema.images import RemoteImage
 
 MAX_BYTES = 20 * 2**20
+MAX_ALL_BYTES = 64 * 2**20  # of all images of a request
+MAX_IMAGES = 32  # of a request
 TIMEOUT_S = 10.0
+ALL_TIMEOUT_S = 60.0
 ANY_HOST = "*"
 # The name of a host, or an IPv4 or IPv6 address, and a port. Neither user names nor other
 # characters may come before the path, so that no two parsers can disagree on the host.
@@ -33,20 +36,41 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 async def with_loaded_images(
     messages: tuple[dict[str, Any], ...], hosts: Sequence[str]
 ) -> tuple[dict[str, Any], ...]:
-    """The messages, with the content of each image instead of its address."""
-    loaded = []
-    for message in messages:
-        if any(isinstance(each, RemoteImage) for each in message.get("images", ())):
-            images = [
-                await fetch_image(each, hosts) if isinstance(each, RemoteImage) else each
-                for each in message["images"]
-            ]
-            message = {**message, "images": images}
-        loaded.append(message)
-    return tuple(loaded)
+    """The messages, with the content of each image instead of its address. Images are counted
+    before they are fetched, and their bytes while they are.
+    """
+    remote = [
+        each
+        for message in messages
+        for each in message.get("images", ())
+        if isinstance(each, RemoteImage)
+    ]
+    if len(remote) > MAX_IMAGES:
+        raise _refused(remote[-1], f"a request may have {MAX_IMAGES} addresses of images")
+    fetched, left = {}, MAX_ALL_BYTES
+    try:
+        async with asyncio.timeout(ALL_TIMEOUT_S):
+            for each in remote:
+                fetched[each] = await fetch_image(each, hosts, left)
+                left -= len(fetched[each])
+    except TimeoutError:
+        rule = f"the images did not arrive within {ALL_TIMEOUT_S:.0f} seconds"
+        raise _refused(remote[len(fetched)], rule) from None
+    return tuple(_with_fetched(message, fetched) for message in messages)
 
 
-async def fetch_image(image: RemoteImage, hosts: Sequence[str]) -> bytes:
+def _with_fetched(message: dict[str, Any], fetched: dict[RemoteImage, bytes]) -> dict[str, Any]:
+    if "images" not in message:
+        return message
+    images = [
+        fetched[each] if isinstance(each, RemoteImage) else each for each in message["images"]
+    ]
+    return {**message, "images": images}
+
+
+async def fetch_image(
+    image: RemoteImage, hosts: Sequence[str], max_all: int = MAX_ALL_BYTES
+) -> bytes:
     if not hosts:
         raise _refused(
             image, "this server fetches no images; send the image as a data: URL (base64)"
@@ -62,7 +86,7 @@ async def fetch_image(image: RemoteImage, hosts: Sequence[str]) -> bytes:
     try:
         async with asyncio.timeout(TIMEOUT_S):
             address = await _resolved(image, url)
-            return await _download(image, url, address)
+            return await _download(image, url, address, min(MAX_BYTES, max_all))
     except TimeoutError:
         raise _refused(image, f"the image did not arrive within {TIMEOUT_S:.0f} seconds") from None
     except (httpx.HTTPError, OSError):
@@ -101,7 +125,7 @@ _NAT64 = ipaddress.ip_network("64:ff9b::/32")
 _COMPATIBLE = ipaddress.ip_network("::/96")
 
 
-async def _download(image: RemoteImage, url: httpx.URL, address: Address) -> bytes:
+async def _download(image: RemoteImage, url: httpx.URL, address: Address, max_bytes: int) -> bytes:
     headers = {"host": url.netloc.decode("ascii"), "accept": "image/*"}
     headers["accept-encoding"] = "identity"
     # The certificate must be that of the host's name, not of its address.
@@ -117,6 +141,7 @@ async def _download(image: RemoteImage, url: httpx.URL, address: Address) -> byt
         data = bytearray()
         async for piece in response.aiter_raw():
             data += piece
-            if len(data) > MAX_BYTES:
-                raise _refused(image, f"the image has more than {MAX_BYTES // 2**20} MiB")
+            if len(data) > max_bytes:
+                limit = f"{MAX_BYTES // 2**20} MiB, or all have more than {MAX_ALL_BYTES // 2**20}"
+                raise _refused(image, f"the image has more than {limit} MiB")
         return bytes(data)

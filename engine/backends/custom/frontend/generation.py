@@ -84,6 +84,7 @@ class Generation(GeneratedFeed):
         self._notes = notes
         self._on_captured = on_captured
         self._recorded: RecordedRequest | None = None
+        self.on_released: Callable[[], None] = lambda: None  # may be called twice
         self._num_processed = -1  # of the prompt, as last reported; -1: nothing was reported
 
     def record(self, recorded: RecordedRequest | None) -> None:
@@ -170,6 +171,7 @@ class Generation(GeneratedFeed):
         if self._is_cut and self._notes is not None:
             self.engine.leave(self.request.request_id, self._notes)
         self.engine.done(self.request.request_id)
+        self.on_released()
 
     def _forget(self, choice: int | None) -> None:
         self._is_cut = True

@@ -159,7 +159,9 @@ def _encoded(
     from engine.backends.custom.frontend import images  # few requests have images
 
     vision = text.config.vision
-    prepared = images.prepare_images(request.messages, vision, text.tokenizer)
+    prepared = images.prepare_images(
+        request.messages, vision, text.tokenizer, text.config.max_position
+    )
     assert vision is not None
     rendered = _rendered(text, request, images.without_marks(request.messages), images.as_parts)
     rendered = images.with_images(rendered, prepared, vision)

@@ -92,6 +92,7 @@ class DeviceInfo:
     free_bytes: int
     copies_tied_head: bool = False  # a tied LM head is copied, not shared with the embeddings
     title: str = ""  # a GPU's name and platform, for messages
+    bound: str = ""  # what limits `free_bytes`, for messages; "": only the device itself
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,10 @@ from engine.backends.custom.runtime.outputs import (
 from engine.backends.custom.runtime.radix_cache import Match
 from engine.backends.custom.runtime.requests.images import whole_images
 from engine.backends.custom.runtime.roster import Roster
-from engine.backends.custom.runtime.samplers.prompt_logprobs import num_scorable
+from engine.backends.custom.runtime.samplers.prompt_logprobs import (
+    has_scored_enough,
+    num_scorable,
+)
 from engine.backends.custom.runtime.sequence import (
     Row,
     ScheduledBatch,
@@ -159,7 +162,7 @@ class Scheduler(Roster):
             if seq.images:
                 later = len(running) - index
                 count = whole_images(seq.images, start, count, self._room(rows) - later)
-                if not count:
+                if not count or (seq.is_scoring and has_scored_enough(rows, count)):
                     continue
             end = start + count
             if end > seq.room:
@@ -198,7 +201,7 @@ class Scheduler(Roster):
             count = self.kv.row_length(seq, start, min(len(seq.tokens) - start, max_tokens))
             if seq.images:
                 count = whole_images(seq.images, start, count, self._room(rows))
-                if not count:
+                if not count or (seq.is_scoring and has_scored_enough(rows, count)):
                     self.clock.block(BUDGET)
                     return
             if not self._admit(seq, match, start + count, now):

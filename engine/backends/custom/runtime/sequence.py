@@ -131,10 +131,15 @@ class Sequence:
     @property
     def token_ids(self) -> list[int]:
         """The tokens, with the tokens of images as they are in the prompt."""
+        return self.known_ids(0, len(self.tokens))
+
+    def known_ids(self, start: int, end: int) -> list[int]:
+        """The ids of a slice of the tokens, with the tokens of images as they are in the prompt."""
+        tokens = self.tokens[start:end].tolist()
         if not self.images:
-            return self.tokens.tolist()
+            return tokens
         image_token = self.images[0].token_id
-        return [image_token if token < 0 else token for token in self.tokens]
+        return [image_token if token < 0 else token for token in tokens]
 
     def num_reused(self, num_found: int) -> int:
         """How many of the prompt tokens that were found in the cache count as cached. Those that a
@@ -198,10 +203,6 @@ class PendingRequest(msgspec.Struct, frozen=True):
     matcher: "Future[LLMatcher] | None"
     submitted_at: float
     images: list[PlacedImage] = msgspec.field(default_factory=list)  # those that are encoded
-
-    @property
-    def num_image_bytes(self) -> int:
-        return sum(len(image.pixels) for image in self.request.images)
 
     @property
     def is_ready(self) -> bool:

@@ -6,6 +6,7 @@ from engine.backends.custom.runtime.groups.adapter_places import AdapterPlaces
 from engine.backends.custom.runtime.model_runner import AdapterRunner
 from engine.backends.custom.runtime.scheduler import Scheduler
 from engine.backends.custom.weights.model import ModelSource
+from engine.core.memory import memory_room
 
 
 def adapter_places(
@@ -17,5 +18,5 @@ def adapter_places(
         lambda path: open_adapter(path, config, max_rank),
         lambda: {seq.adapter for seq in scheduler.sequences()},
         options.max_adapters,
-        options.adapter_bytes,
+        min(options.adapter_bytes, memory_room().plannable // 4),
     )

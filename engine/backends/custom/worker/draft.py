@@ -14,8 +14,9 @@ from engine.backends.custom.runtime.model_runner import DeviceInfo, RunnerConfig
 from engine.backends.custom.runtime.speculation.draft_model import DraftModel
 from engine.backends.custom.weights.model import ModelSource, open_model
 from engine.backends.custom.worker.encoder_loop import is_encoder
-from engine.backends.custom.worker.memory import MIB, WORKSPACE_BYTES
+from engine.backends.custom.worker.memory import WORKSPACE_BYTES
 from engine.core.errors import ConfigError, ResourceError
+from engine.core.memory import MIB
 from engine.core.store.model_store import resolve_model
 
 log = logging.getLogger(__name__)

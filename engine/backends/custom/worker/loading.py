@@ -7,14 +7,26 @@ from math import prod
 from engine.backends.custom.frameworks.entry import framework_entry
 from engine.backends.custom.options import IMAGE_ENCODERS, EngineOptions
 from engine.backends.custom.runtime.model_runner import DeviceInfo, ModelRunner, RunnerConfig
-from engine.backends.custom.runtime.requests.images import ImageStore
+from engine.backends.custom.runtime.requests.images import (
+    MAX_CACHED_BYTES,
+    MAX_HELD_BYTES,
+    ImageStore,
+)
 from engine.backends.custom.weights.model import ModelSource
 from engine.backends.custom.worker.encoder_loop import Encoder
-from engine.backends.custom.worker.memory import DTYPE_BYTES, MemoryPlan, plan_memory, rank_share
-from engine.core.errors import ConfigError
+from engine.backends.custom.worker.memory import (
+    DTYPE_BYTES,
+    MemoryPlan,
+    check_room,
+    plan_memory,
+    rank_share,
+)
+from engine.core.errors import ConfigError, ResourceError
+from engine.core.memory import MIB, memory_room
 
 log = logging.getLogger(__name__)
 
+MAX_PIXELS = 16 * 2**20  # of an image that a frontend sends
 ENCODER_FRAMEWORKS = ("native", "torch")
 
 
@@ -27,6 +39,8 @@ def load_encoder(source: ModelSource, options: EngineOptions) -> tuple[Encoder, 
         )
     framework = framework_entry(options.framework)
     device = framework.find_device(options.device, options.dtype)
+    needs = framework.memory_needs(source, options, device)
+    check_room(replace(needs, token_bytes=0), device)  # its small cache is a part of the workspace
     return framework.build_encoder(source, options, device), device
 
 
@@ -56,8 +70,13 @@ def load_runner(
     if _reads_images(source, options):
         value_bytes = 4 if options.framework == "native" else DTYPE_BYTES[device.dtype]
         num_values = sum(prod(each.spec.shape) for each in source.vision_weights.values())
-        needs = replace(needs, weight_bytes=needs.weight_bytes + num_values * value_bytes)
-    device = replace(device, free_bytes=device.free_bytes - spared_bytes)
+        needs = replace(
+            needs,
+            weight_bytes=needs.weight_bytes + num_values * value_bytes,
+            workspace_bytes=needs.workspace_bytes + _encoder_bytes(source, options.framework),
+        )
+    spared_bytes += _host_bytes(options, device)
+    device = replace(device, free_bytes=max(0, device.free_bytes - spared_bytes))
     plan = plan_memory(source.config.max_position, options, device, needs)
     log_plan(device, plan, options.num_ranks)
     config = runner_config(options, device, plan)
@@ -76,7 +95,47 @@ def load_images(
     if vision is None or not _reads_images(source, options):
         return None
     encoder = framework_entry(options.framework).build_image_encoder(source, loaded[1])
-    return ImageStore(encoder, two_way_tokens=vision.two_way_tokens, grid_unit=vision.grid_unit)
+    _, config, plan = loaded
+    spare_bytes = memory_room().plannable if config.device.startswith("cuda") else plan.spare_bytes
+    return ImageStore(
+        encoder,
+        two_way_tokens=vision.two_way_tokens,
+        grid_unit=vision.grid_unit,
+        max_bytes=min(MAX_CACHED_BYTES, spare_bytes // 4),
+        max_held_bytes=min(MAX_HELD_BYTES, spare_bytes // 2),
+        embed_bytes=4 * vision.output_size,
+    )
+
+
+def _encoder_bytes(source: ModelSource, framework: str) -> int:
+    """Bytes of the activations while an image, or a tile of it, is encoded."""
+    vision = source.config.vision
+    assert vision is not None, source.path
+    pixels = vision.processing.max_pixels or vision.image_size**2
+    patches = min(pixels, MAX_PIXELS) // vision.patch_size**2
+    num_floats = patches * (6 * vision.hidden_size + 2 * vision.intermediate_size)
+    if framework == "native":  # it computes the scores of a head at once
+        num_floats += 3 * patches**2
+    return 4 * num_floats
+
+
+def _host_bytes(options: EngineOptions, device: DeviceInfo) -> int:
+    """The bytes of the device's memory that copies of blocks outside the KV pool may take. Copies
+    on the host do not count on a GPU, but must fit the host.
+    """
+    tiers, peers = options.tiers, options.peers
+    copies = (tiers.host_bytes if tiers else 0) + (peers.kept_bytes if peers else 0)
+    if not device.name.startswith("cuda"):
+        return copies
+    room = memory_room()
+    if copies > room.plannable:
+        raise ResourceError(
+            f"copies of cache blocks may take {copies / MIB:,.0f} MiB of the host's memory, of "
+            f"which {room.plannable / MIB:,.0f} MiB are free"
+            f"{f' ({room.bound})' if room.bound else ''}; lower tiers.host_mb or "
+            "nodes.block_memory_mb"
+        )
+    return 0
 
 
 def _reads_images(source: ModelSource, options: EngineOptions) -> bool:

@@ -14,9 +14,9 @@ from engine.backends.custom.runtime.groups.windows import min_window_blocks
 from engine.backends.custom.runtime.model_runner import DeviceInfo
 from engine.backends.custom.worker.training_room import room_for_training
 from engine.core.errors import ResourceError
+from engine.core.memory import MIB, memory_room
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-MIB = 1024 * 1024
 # Default size of the KV pool, as a share of the memory that the weights leave free.
 POOL_SHARE = 0.5
 # Memory for activations, logits and the Python interpreter.
@@ -54,6 +54,7 @@ class MemoryPlan:
     block_size: int = 16
     state_bytes: int = 0  # memory for states and checkpoints, in models whose layers keep states
     num_checkpoints: int = 0  # copies of states that the prefix cache may keep
+    spare_bytes: int = 0  # what the plan leaves free, beside the workspace
 
     def lines(self) -> list[str]:
         """The plan as lines of text for the log."""
@@ -103,6 +104,12 @@ def dense_needs(config: ModelConfig, device: DeviceInfo) -> MemoryNeeds:
         config.kv_bytes_per_token(value_bytes),
         slot_bytes=4 * config.state_floats,
     )
+
+
+def cpu_device(name: str, dtype: str, *, copies_tied_head: bool = False) -> DeviceInfo:
+    """The CPU, with the memory that this process may use."""
+    room = memory_room()
+    return DeviceInfo(name, dtype, room.plannable, copies_tied_head, bound=room.bound)
 
 
 def rank_share(device: DeviceInfo, num_ranks: int) -> DeviceInfo:
@@ -236,8 +243,7 @@ def plan_memory(
     num_checkpoints = _affordable_checkpoints(most_slots, needs.slot_bytes, room)
     if needs.slot_bytes:
         room -= (most_slots + 1 + num_checkpoints) * needs.slot_bytes
-    if room < min_bytes:
-        raise ResourceError(_refusal(weight_bytes, min_bytes, available_bytes, device.dtype))
+    check_room(needs, device, device.free_bytes - room + min_bytes)
     if options.max_seq_len and options.max_seq_len > max_position:
         notes.append(
             f"context is {max_position:,}, the model's own: "
@@ -270,7 +276,18 @@ def plan_memory(
         block_size=options.block_size,
         state_bytes=(max_slots + 1 + num_checkpoints) * needs.slot_bytes,
         num_checkpoints=num_checkpoints,
+        spare_bytes=room - pool_bytes,
     )
+
+
+def check_room(needs: MemoryNeeds, device: DeviceInfo, needed: int | None = None) -> None:
+    """Raise `ResourceError` if a model does not fit. `needed` is all memory that it needs at least;
+    None: its weights and workspace.
+    """
+    if needed is None:
+        needed = needs.weight_bytes + needs.workspace_bytes
+    if needed > device.free_bytes:
+        raise ResourceError(_refusal(needs, needed, device))
 
 
 def _pool_bytes(
@@ -281,7 +298,31 @@ def _pool_bytes(
     room: int,
     notes: list[str],
 ) -> int:
-    """Bytes of the block pools: those that were asked for, or as much as sequences can use."""
+    """Bytes of the block pools: those that were asked for, or as much as sequences can use. Each
+    engine that was killed for lack of memory halves it. After the first, a whole context still fits
+    if that takes at most three quarters of the pool, so that all open requests can continue.
+    """
+    pool_bytes = _wanted_pool(pools, options, needs, min_bytes, room, notes)
+    if not options.num_oom_kills:
+        return pool_bytes
+    smaller = max(min_bytes, pool_bytes >> options.num_oom_kills)
+    if options.num_oom_kills == 1:
+        smaller = max(smaller, min(pool_bytes * 3 // 4, pools.bytes_for(1, 1)))
+    notes.append(
+        f"KV cache is {smaller / MIB:,.0f} MiB instead of {pool_bytes / MIB:,.0f} MiB: the engine "
+        f"was killed for lack of memory ({options.num_oom_kills} times)"
+    )
+    return smaller
+
+
+def _wanted_pool(
+    pools: _Pools,
+    options: EngineOptions,
+    needs: MemoryNeeds,
+    min_bytes: int,
+    room: int,
+    notes: list[str],
+) -> int:
     if options.pool_bytes is not None:
         return _asked_pool(options.pool_bytes, min_bytes, room, notes)
     wanted = pools.bytes_for(options.max_slots, options.max_slots)
@@ -320,16 +361,18 @@ def _asked_pool(asked: int, min_bytes: int, room: int, notes: list[str]) -> int:
     return min(asked, room)
 
 
-def _refusal(weight_bytes: int, least_pool: int, available: int, dtype: str) -> str:
-    needed = weight_bytes + WORKSPACE_BYTES + least_pool
+def _refusal(needs: MemoryNeeds, needed: int, device: DeviceInfo) -> str:
+    available, dtype = device.free_bytes, device.dtype
     message = (
         f"the model needs {needed / MIB:,.0f} MiB as {dtype} "
         f"and {available / MIB:,.0f} MiB are free"
     )
-    halved = (weight_bytes + least_pool) // 2 + WORKSPACE_BYTES
+    if device.bound:
+        message += f" ({device.bound}; raise it by {(needed - available) / MIB:,.0f} MiB)"
+    halved = (needed + needs.workspace_bytes) // 2
     if dtype == "float32" and halved <= available:
         return f"{message}; it would fit with --dtype bfloat16 ({halved / MIB:,.0f} MiB)"
     if dtype not in DTYPE_BYTES:
         return f"{message}; use a smaller or more strongly quantized model"
-    fits = max(0, available - WORKSPACE_BYTES) // DTYPE_BYTES[dtype]
+    fits = max(0, available - needs.workspace_bytes) // DTYPE_BYTES[dtype]
     return f"{message}; a model of up to {fits / 1e6:,.0f} M parameters would fit"

@@ -14,10 +14,20 @@ import msgspec
 import numpy as np
 
 from engine.backends.custom.runtime.model_runner import F32, FROM_DEVICE, I32, ImageEncoder
-from engine.core.errors import ConfigError, InferenceError
-from engine.core.interfaces.request import ImageInput
+from engine.core.errors import (
+    ConfigError,
+    EngineError,
+    InferenceError,
+    InvalidRequestError,
+    RateLimitError,
+)
+from engine.core.interfaces.request import GenerateRequest, ImageInput
+from engine.core.memory import MIB
 
 MAX_CACHED_BYTES = 256 * 2**20
+# Of requests that have not ended: pixels that wait to be encoded, and embeddings
+MAX_HELD_BYTES = 512 * 2**20
+TENANT_SHARE = 0.5  # of these bytes, for the requests of one tenant
 
 
 class PlacedImage(msgspec.Struct, frozen=True):
@@ -123,12 +133,18 @@ class ImageStore:
         two_way_tokens: int = 0,
         grid_unit: int | None = None,
         max_bytes: int = MAX_CACHED_BYTES,
+        max_held_bytes: int = MAX_HELD_BYTES,
+        embed_bytes: int = 0,
     ) -> None:
-        """For `two_way_tokens` and `grid_unit`, see `VisionConfig`."""
+        """For `two_way_tokens` and `grid_unit`, see `VisionConfig`. An embedding has `embed_bytes`
+        bytes.
+        """
         self._encoder = encoder
         self.two_way_tokens = two_way_tokens
         self._grid_unit = grid_unit
         self._max_bytes = max_bytes
+        self.max_held_bytes = max_held_bytes
+        self.embed_bytes = embed_bytes
         self._embeds: OrderedDict[bytes, F32] = OrderedDict()  # by digest; oldest use first
         self._num_bytes = 0
         self.num_encoded = 0
@@ -157,6 +173,44 @@ class ImageStore:
         while self._num_bytes > self._max_bytes and len(self._embeds) > 1:
             _, oldest = self._embeds.popitem(last=False)
             self._num_bytes -= oldest.nbytes
+
+
+class ImageAccount:
+    """Counts the memory of images of requests that have not ended. A request is counted before
+    anything is allocated for it.
+    """
+
+    def __init__(self, images: ImageStore) -> None:
+        self._max_bytes, self._embed_bytes = images.max_held_bytes, images.embed_bytes
+
+    def needed(self, images: Iterable[ImageInput]) -> int:
+        return sum(len(image.pixels) + self._embed_bytes * image.count for image in images)
+
+    def find_fault(
+        self, request: GenerateRequest, held: Iterable[tuple[str, int]]
+    ) -> EngineError | None:
+        """An error if there is no room for the images of a request. `held` has the tenant and the
+        bytes of each request with images. A request that continues had room before.
+        """
+        needed = self.needed(request.images)
+        most = int(TENANT_SHARE * self._max_bytes)
+        if needed > most:
+            return InvalidRequestError(
+                f"The images need {needed / MIB:,.0f} MiB in the engine, and a request may use "
+                f"{most / MIB:,.0f} MiB; send fewer or smaller ones."
+            )
+        if request.resumed is not None:
+            return None
+        counted = list(held)
+        whole = sum(num_bytes for _, num_bytes in counted)
+        own = sum(num_bytes for tenant, num_bytes in counted if tenant == request.tenant)
+        if whole + needed > self._max_bytes or own + needed > most:
+            return RateLimitError("Too many images are waiting or in use; try again later.")
+        return None
+
+
+def held_bytes(images: Iterable[PlacedImage]) -> int:
+    return sum(image.embeds.nbytes for image in images)
 
 
 def check_image_rows(max_row: int, images: ImageStore) -> None:

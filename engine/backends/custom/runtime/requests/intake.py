@@ -4,14 +4,19 @@ refused. This module also ends requests whose deadline has passed.
 
 import heapq
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from engine.backends.custom.runtime.model_runner import ModelRunner, RunnerSpec
 from engine.backends.custom.runtime.outputs import refusal, too_late
 from engine.backends.custom.runtime.requests.checks import RequestChecks
 from engine.backends.custom.runtime.requests.grammar import Grammars
-from engine.backends.custom.runtime.requests.images import ImageStore, placed_tokens
+from engine.backends.custom.runtime.requests.images import (
+    ImageAccount,
+    ImageStore,
+    held_bytes,
+    placed_tokens,
+)
 from engine.backends.custom.runtime.requests.new_sequences import ReadyRequest, SequenceMaker
 from engine.backends.custom.runtime.scheduler import Scheduler
 from engine.backends.custom.runtime.sequence import PendingRequest, Sequence
@@ -28,8 +33,6 @@ if TYPE_CHECKING:
     from engine.backends.custom.runtime.groups.adapter_places import AdapterPlaces
 
 log = logging.getLogger(__name__)
-
-MAX_PENDING_BYTES = 512 * 2**20  # pixels of images that wait to be encoded
 
 
 class Intake:
@@ -49,6 +52,7 @@ class Intake:
     ) -> None:
         self._grammars = grammars
         self._images = images
+        self._account = None if images is None else ImageAccount(images)
         self._make_adapters = make_adapters
         self.adapters: AdapterPlaces | None = None  # made when the first one is used
         self._pending: dict[str, PendingRequest] = {}
@@ -230,10 +234,16 @@ class Intake:
             return RateLimitError("Too many requests are waiting; try again later.")
         if not request.images:
             return None
-        held = sum(each.num_image_bytes for each in self._pending.values())
-        if held > MAX_PENDING_BYTES:
-            return RateLimitError("Too many images are waiting; try again later.")
-        return None
+        return None if self._account is None else self._account.find_fault(request, self._held())
+
+    def _held(self) -> Iterator[tuple[str, int]]:
+        """The tenant and the bytes of each request with images that has not ended."""
+        assert self._account is not None
+        for each in self._pending.values():
+            yield each.request.tenant, self._account.needed(each.request.images)
+        queued = {seq.request_id: seq for seq in self._scheduler.sequences() if seq.images}
+        for seq in queued.values():  # choices share their images
+            yield seq.tenant, held_bytes(seq.images)
 
     def _find_lack(self, request: GenerateRequest) -> EngineError | None:
         """An error if the request needs what this engine does not have."""

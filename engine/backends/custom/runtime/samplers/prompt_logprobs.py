@@ -68,7 +68,7 @@ def _layout(batch: ScheduledBatch) -> tuple[I32, I32, I32]:
     num_sampling = 0
     for index, row in enumerate(batch.rows):
         if row.num_scored:
-            forced += row.seq.tokens[row.start + 1 : row.start + 1 + row.num_scored]
+            forced += row.seq.known_ids(row.start + 1, row.start + 1 + row.num_scored)
         if row.samples:
             forced.append(SAMPLE)
         count = row.num_scored + row.samples
@@ -83,3 +83,10 @@ def num_scorable(rows: list[Row]) -> int:
     least 1, so that every sequence makes progress.
     """
     return max(1, MAX_SCORED - sum(row.num_scored for row in rows))
+
+
+def has_scored_enough(rows: list[Row], count: int) -> bool:
+    """Whether `count` more logprobs must wait for a later step. A row with an image whose tokens
+    are computed together may need more than a step usually has room for, but only one such row.
+    """
+    return count > num_scorable(rows) and any(row.num_scored for row in rows)

@@ -13,7 +13,6 @@ from tempfile import TemporaryDirectory
 
 import jax
 import jax.numpy as jnp
-import psutil
 from jax.typing import ArrayLike
 
 from engine.backends.custom.frameworks.jax.execution.runner import JAXRunner
@@ -31,6 +30,7 @@ from engine.backends.custom.weights.model import ModelSource
 from engine.backends.custom.worker.memory import (
     USUAL_POOL_BYTES,
     MemoryNeeds,
+    cpu_device,
     dense_needs,
     on_gpu,
     with_windows,
@@ -56,8 +56,7 @@ def find_device(device: str, dtype: str) -> DeviceInfo:
         device = "cuda" if jax.default_backend() == "gpu" else "cpu"
     devices = _devices(device)
     if devices[0].platform == "cpu":
-        free_bytes = psutil.virtual_memory().available
-        return DeviceInfo(device, "float32" if dtype == "auto" else dtype, free_bytes)
+        return cpu_device(device, "float32" if dtype == "auto" else dtype)
     stats = [each.memory_stats() for each in devices]
     free_bytes = sum(each["bytes_limit"] - each["bytes_in_use"] for each in stats)
     return DeviceInfo(device, "bfloat16" if dtype == "auto" else dtype, free_bytes)

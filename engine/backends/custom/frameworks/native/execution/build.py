@@ -45,8 +45,13 @@ from engine.backends.custom.runtime.model_runner import (
 from engine.backends.custom.weights.model import ModelSource
 from engine.backends.custom.weights.weight import Weight
 from engine.backends.custom.worker.encoder_loop import Encoder
-from engine.backends.custom.worker.memory import MIB, MemoryNeeds, with_windows
+from engine.backends.custom.worker.memory import (
+    MemoryNeeds,
+    cpu_device,
+    with_windows,
+)
 from engine.core.errors import ConfigError
+from engine.core.memory import MIB
 
 if TYPE_CHECKING:
     from engine.backends.custom.adapters.matrices import Adapter
@@ -63,6 +68,7 @@ TILE_TOKENS = 16  # positions per tile of the paged KV cache
 BF16_TOKENS, BF16_TILE = 48, 16
 ROW_TOKENS = 12
 STEP_TOKENS = 512  # max tokens per step; activations of larger steps do not fit the L2 cache
+INTERPRETER_BYTES = 64 * MIB  # what Python and its libraries grow by after the plan
 # The KV pool's share of the free memory. Pages that no sequence has used are not committed.
 POOL_SHARE = 0.25
 # Packed weights of models smaller than this are not cached on disk. Packing them takes less time
@@ -80,12 +86,8 @@ def find_device(device: str, dtype: str) -> DeviceInfo:
             f"the native backend takes weights as they are stored; --dtype {dtype} needs "
             "--backend torch, and --dtype float32 means float arithmetic throughout"
         )
-    # Imported here and not at the top, because the engine process starts faster without it.
-    import psutil
-
     kernels()
-    free_bytes = psutil.virtual_memory().available
-    return DeviceInfo("cpu", STORED if dtype == "auto" else dtype, free_bytes)
+    return cpu_device("cpu", STORED if dtype == "auto" else dtype)
 
 
 def memory_needs(source: ModelSource, options: EngineOptions, device: DeviceInfo) -> MemoryNeeds:
@@ -96,10 +98,27 @@ def memory_needs(source: ModelSource, options: EngineOptions, device: DeviceInfo
     needs = MemoryNeeds(
         weight_bytes,
         kv_token_bytes(source.config, kv_type),
+        workspace_bytes=_workspace_bytes(source.config, options),
         pool_share=POOL_SHARE,
         slot_bytes=4 * source.config.state_floats,
     )
     return with_windows(needs, source.config, min(options.max_batch_tokens, STEP_TOKENS))
+
+
+def _workspace_bytes(config: ModelConfig, options: EngineOptions) -> int:
+    """Bytes of the activations of the largest step, of its logits, and of the interpreter."""
+    inner = 3 * config.intermediate_size + 8 * config.hidden_size
+    if config.experts is not None:  # each token has a row for each of its experts
+        inner += config.experts.per_token * (config.experts.size + config.hidden_size)
+    max_tokens = min(options.max_batch_tokens, STEP_TOKENS)
+    max_logits = min(options.max_slots + _max_scored(config), max_tokens)
+    return INTERPRETER_BYTES + 4 * (max_tokens * inner + max_logits * config.vocab_size)
+
+
+def _max_scored(config: ModelConfig) -> int:
+    """How many prompt tokens of a step may get logprobs."""
+    vision = config.vision
+    return max(MAX_SCORED, 0 if vision is None else vision.two_way_tokens)
 
 
 def _packed_bytes(weight: Weight) -> int:
@@ -345,7 +364,7 @@ def plans_for(source: ModelSource, config: RunnerConfig, machine: Machine) -> li
         build_graph(source.config),
         source,
         machine,
-        Capacity(max_tokens, min(max_tokens, config.max_slots + MAX_SCORED)),
+        Capacity(max_tokens, min(max_tokens, config.max_slots + _max_scored(source.config))),
         Precision(
             config.dtype == "float32",
             _kv_type(source.config, config.kv_dtype, config.dtype, config.numerics),

@@ -18,8 +18,8 @@ from engine.backends.custom.frameworks.native.execution.build import (
 from engine.backends.custom.options import EngineOptions
 from engine.backends.custom.runtime.model_runner import BatchInputs, RunnerConfig
 from engine.backends.custom.weights.model import ModelSource
-from engine.backends.custom.worker.memory import MIB
 from engine.core.errors import ConfigError
+from engine.core.memory import MIB
 
 WARM_UPS = 3
 MIN_FORWARDS, MAX_FORWARDS = 20, 200

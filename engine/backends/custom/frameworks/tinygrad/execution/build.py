@@ -4,7 +4,6 @@ import ctypes
 import re
 from dataclasses import replace
 
-import psutil
 from tinygrad import Device, dtypes
 from tinygrad.helpers import PARALLEL
 
@@ -25,7 +24,12 @@ from engine.backends.custom.runtime.model_runner import (
     RunnerSpec,
 )
 from engine.backends.custom.weights.model import ModelSource
-from engine.backends.custom.worker.memory import USUAL_POOL_BYTES, MemoryNeeds, dense_needs
+from engine.backends.custom.worker.memory import (
+    USUAL_POOL_BYTES,
+    MemoryNeeds,
+    cpu_device,
+    dense_needs,
+)
 from engine.core.errors import ConfigError
 
 NAME = re.compile(r"(cpu|metal|cuda(:\d+)?)")
@@ -41,7 +45,7 @@ def find_device(device: str, dtype: str) -> DeviceInfo:
     kind = "float32" if dtype == "auto" else dtype
     if device.startswith("cuda"):
         return DeviceInfo(device, kind, _free_cuda_bytes())
-    return DeviceInfo(device, kind, psutil.virtual_memory().available)
+    return cpu_device(device, kind)
 
 
 def open_device(device: str) -> str:

@@ -10,7 +10,6 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -48,6 +47,7 @@ from engine.backends.custom.worker.encoder_loop import Encoder
 from engine.backends.custom.worker.memory import (
     DTYPE_BYTES,
     MemoryNeeds,
+    cpu_device,
     dense_needs,
     on_gpu,
     with_windows,
@@ -83,8 +83,7 @@ def find_device(device: str, dtype: str) -> DeviceInfo:
         name = "bfloat16" if dtype == "auto" else dtype
         return DeviceInfo(device, name, free_bytes, title=describe(found))
     name = "float32" if dtype == "auto" else dtype
-    free_bytes = psutil.virtual_memory().available
-    return DeviceInfo(device, name, free_bytes, copies_tied_head=can_pack(torch_dtype(name), found))
+    return cpu_device(device, name, copies_tied_head=can_pack(torch_dtype(name), found))
 
 
 def memory_needs(source: ModelSource, options: EngineOptions, device: DeviceInfo) -> MemoryNeeds:
