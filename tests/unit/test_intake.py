@@ -36,6 +36,7 @@ class Bench:
         self.intake = Intake(self.engine.spec, self.scheduler, max_queued, self.grammars)
 
     def submit(self, request: GenerateRequest, now: float = 100.0) -> list:
+        self.intake.observe(now)  # as the engine does in each turn
         return self.intake.submit(request, now)
 
     def waiting(self) -> list:
@@ -254,6 +255,60 @@ def test_a_request_that_would_wait_too_long_is_refused_at_once():
     assert (name, code) == ("b", "RATE_LIMIT_EXCEEDED")
     assert bench.submit(asking("patient"), now=103.0) == []
     assert bench.submit(asking("c", queue_timeout_s=600.0), now=103.0) == []
+
+
+def flooded(**fields) -> Bench:
+    """A tenant's 100 sequences wait, and one starts every three seconds."""
+    bench = Bench(**fields)
+    for index in range(100):
+        assert bench.submit(asking(f"r{index}", tenant="flood", queue_timeout_s=60.0)) == []
+    bench.intake.observe(100.0)
+    bench.scheduler.num_started += 1
+    return bench
+
+
+def test_a_flood_of_one_tenant_refuses_no_other_one():
+    bench = flooded()
+    ((_, _, code),) = codes(
+        bench.submit(asking("more", tenant="flood", queue_timeout_s=60.0), now=103.0)
+    )
+    assert code == "RATE_LIMIT_EXCEEDED"
+    assert bench.submit(asking("b", tenant="other", queue_timeout_s=60.0), now=103.0) == []
+
+
+def test_a_flood_of_urgent_requests_refuses_no_other_tenant():
+    bench = Bench()
+    for index in range(100):
+        urgent = asking(f"r{index}", tenant="flood", priority=-100, queue_timeout_s=60.0)
+        assert bench.submit(urgent) == []
+    bench.scheduler.num_started += 1
+    assert bench.submit(asking("b", tenant="other", queue_timeout_s=60.0), now=103.0) == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_before"),
+    [
+        ({"tenant": "flood"}, 100),
+        ({"tenant": "flood", "priority": -1}, 0),
+        ({"tenant": "other", "priority": 1}, 100),
+    ],
+)
+def test_a_refusal_says_when_to_come_back(fields, num_before):
+    bench = flooded()
+    limit_s = 0.5 if num_before == 0 else 60.0
+    (delta,) = bench.submit(asking("more", queue_timeout_s=limit_s, **fields), now=103.0)
+    assert delta.retry_after == pytest.approx((num_before + 0.5) * 3.0)
+    assert f"about {delta.retry_after:.0f} s" in delta.error_message
+
+
+def test_a_queue_that_is_full_of_one_tenant_takes_others():
+    bench = Bench(max_queued=16)
+    taken = [bench.submit(asking(f"r{i}", tenant="flood")) == [] for i in range(16)]
+    assert taken == [True] * 14 + [False] * 2
+    assert bench.submit(asking("b", tenant="other")) == []
+    assert bench.submit(asking("c", tenant="third")) == []
+    ((_, _, code),) = codes(bench.submit(asking("d", tenant="fourth")))
+    assert code == "RATE_LIMIT_EXCEEDED"
 
 
 def test_a_burst_is_not_refused_before_there_is_a_rate():

@@ -116,11 +116,11 @@ class Services:
             why = self.backend.health().detail.rstrip(".")
             raise UnavailableError(f"The model is not ready: {why}.", retry_after=NOT_READY_RETRY_S)
         record = record_of(request.scope)
-        ticket = Ticket(self.lifecycle, self.metrics, record)
+        principal = principal_of(request)
+        ticket = Ticket(self.lifecycle, self.metrics, record, principal.name)
         announced = request.headers.get("content-length", "")
         num_bytes = int(announced) if announced.isdecimal() and len(announced) < 12 else 0
         try:
-            principal = principal_of(request)
             if principal.limits is not NO_LIMITS or self.quotas.limits_all:
                 ticket.hold(await self.quotas.enter(principal, num_bytes, record.limit_headers))
         except BaseException:

@@ -182,9 +182,16 @@ class Sequence:
         return self.num_preemptions >= MAX_PREEMPTIONS
 
     @property
+    def rank(self) -> int:
+        """The priority among the sequences of all tenants. A client can only let others go first:
+        a priority below 0 orders the requests of its own tenant.
+        """
+        return max(self.priority, 0)
+
+    @property
     def seniority(self) -> tuple[bool, int, int]:
         """A key that sorts running sequences, most senior first."""
-        return (not self.is_pinned, self.priority, self.arrival)
+        return (not self.is_pinned, self.rank, self.arrival)
 
 
 class PendingRequest(msgspec.Struct, frozen=True):

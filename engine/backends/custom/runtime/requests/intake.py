@@ -22,6 +22,7 @@ from engine.core.errors import (
     RateLimitError,
     RequestTimeoutError,
 )
+from engine.core.forecast import may_take
 from engine.core.interfaces.request import GenerateRequest, TokenDelta
 
 if TYPE_CHECKING:
@@ -65,6 +66,10 @@ class Intake:
         """Number of requests that wait for a grammar, images or an adapter."""
         return len(self._pending)
 
+    def observe(self, now: float) -> None:
+        """Measure how fast sequences start. The engine calls this in each turn."""
+        self._checks.observe(now)
+
     def submit(self, request: GenerateRequest, now: float) -> list[TokenDelta]:
         """Queue every choice of a request. Returns an empty list or, if the request is refused, a
         final delta with the error for each choice.
@@ -72,7 +77,7 @@ class Intake:
         prompt = self._checks.packed(request.prompt)
         error = self._find_no_room(request) or self._find_lack(request)
         error = error or self._checks.find_fault(request, prompt)
-        error = error or self._checks.find_wait(request, now)
+        error = error or self._checks.find_wait(request)
         choices = _choices(request)
         if error is not None:
             return refusals(request, choices, error)
@@ -225,15 +230,27 @@ class Intake:
 
     def _find_no_room(self, request: GenerateRequest) -> EngineError | None:
         """An error if too much is waiting."""
-        is_full = self._scheduler.num_waiting + self.num_pending >= self._max_queued
-        if is_full and request.resumed is None:
-            return RateLimitError("Too many requests are waiting; try again later.")
+        if request.resumed is None and not self._has_place(request.tenant):
+            return RateLimitError(
+                "Too many requests are waiting; try again later.",
+                retry_after=self._checks.wait_s(request),
+            )
         if not request.images:
             return None
         held = sum(each.num_image_bytes for each in self._pending.values())
         if held > MAX_PENDING_BYTES:
-            return RateLimitError("Too many images are waiting; try again later.")
+            return RateLimitError(
+                "Too many images are waiting; try again later.",
+                retry_after=self._checks.wait_s(request),
+            )
         return None
+
+    def _has_place(self, tenant: str) -> bool:
+        """Whether one more request of the tenant may wait."""
+        own = sum(each.request.tenant == tenant for each in self._pending.values())
+        own += self._scheduler.waiting.counts().get(tenant, 0)
+        num_taken = self._scheduler.num_waiting + self.num_pending
+        return may_take(tenant, own, num_taken, self._max_queued)
 
     def _find_lack(self, request: GenerateRequest) -> EngineError | None:
         """An error if the request needs what this engine does not have."""
