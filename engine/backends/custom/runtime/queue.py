@@ -24,6 +24,10 @@ NEWCOMER_TOKENS = 64
 # Charges of tenants without waiting sequences are remembered. If there are more such tenants than
 # this, all their charges are dropped, and they count as new tenants.
 MAX_REMEMBERED = 1024
+# A prompt is much shorter than another one if it has at most this part of its tokens.
+MUCH_SHORTER = 2
+# Waiting sequences that one step passes at most, to find one that it can admit.
+MAX_PASSED = 8
 
 
 class FairShare:
@@ -94,6 +98,71 @@ class Newcomers:
         if not (has_newcomers and has_rivals):
             return 0
         return max(0, min(NEWCOMER_TOKENS, (budget - len(running)) // 2))
+
+
+class Passing:
+    """Decides which waiting sequences may go before others whose turn it is.
+
+    Prompts in progress, the `running` ones that are not computed, use up a step. Then a sequence is
+    admitted beside them only if its prompt is much shorter than what each of them has left, or if
+    its tenant has none running. So a short prompt does not wait for a long one, and only a few are
+    in progress at a time. Those in progress go on, so nobody is passed for ever. A sequence that
+    finds too few free blocks is passed as well, but only until those that went before it have got
+    as many tokens as it has itself.
+    """
+
+    def __init__(self, running: Iterable[Sequence]) -> None:
+        left = [seq.num_uncomputed for seq in running if seq.num_uncomputed > 1]
+        self._limit = min(left) // MUCH_SHORTER if left else None
+        self._present = {seq.tenant for seq in running}
+        self._num_passed = 0
+        self._blocked: list[Sequence] = []
+
+    def may_enter(self, seq: Sequence, num_new: int) -> bool:
+        """Whether a sequence with `num_new` tokens to compute may be admitted now."""
+        is_newcomer = seq.tenant not in self._present
+        return self._limit is None or is_newcomer or num_new <= self._limit
+
+    def may_pass(self, seq: Sequence, *, is_blocked: bool = False) -> bool:
+        """Whether the next sequence may be tried, although this one can't be admitted. It is
+        blocked if there are too few free blocks for it.
+        """
+        self._num_passed += 1
+        if is_blocked and (seq.is_pinned or seq.num_passed >= len(seq.tokens)):
+            return False
+        if is_blocked:
+            self._blocked.append(seq)
+        return self._num_passed <= MAX_PASSED
+
+    def enter(self, seq: Sequence) -> None:
+        """Note that a sequence was admitted."""
+        for each in self._blocked:
+            each.num_passed += _guess(seq)
+
+
+def prefill_shares(running: Listed[Sequence], budget: int) -> dict[Sequence, int]:
+    """How many tokens each running sequence whose prompt is in progress gets, if there are several.
+    Each gets one. Half of the rest is for prompts that have less left than the most senior one, the
+    shortest first. What these do not need goes to the most senior one, and then to the next.
+    """
+    left = {seq: seq.num_uncomputed for seq in running if seq.num_uncomputed > 1}
+    num_spare = budget - len(running)
+    if len(left) < 2 or num_spare <= 0:
+        return {}
+    most = next(iter(left.values()))
+    shorter = sorted((seq for seq in left if left[seq] < most), key=lambda seq: left[seq])
+    shares = dict.fromkeys(left, 1)
+    num_half = num_spare // 2
+    for seq in shorter:
+        more = min(left[seq] - 1, num_half)
+        shares[seq] += more
+        num_half -= more
+        num_spare -= more
+    for seq in left:
+        more = min(left[seq] - shares[seq], num_spare)
+        shares[seq] += more
+        num_spare -= more
+    return shares
 
 
 def _guess(seq: Sequence) -> int:

@@ -109,6 +109,7 @@ class Sequence:
     num_confirmed: int = 0  # tokens whose KV finished steps have written, with finite values
     num_sampling: int = 0  # tokens that launched steps sample and that the host does not know yet
     num_preemptions: int = 0
+    num_passed: int = 0  # tokens of those that were admitted while it found too few free blocks
     num_cached: int = 0  # prompt tokens found in the cache at first admission
     # The running sequence that this sequence waits for, because it will soon publish a block that
     # this sequence needs.
