@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from engine.backends.custom.runtime.requests.intake import Intake
-from engine.core.errors import InvalidRequestError
+from engine.core.errors import InvalidRequestError, RateLimitError
 from engine.core.interfaces.request import AdapterRef, GenerateRequest, SamplingParams
 from tests.toy_engine import ToyEngine
 from tests.toy_runner import VOCAB
@@ -242,6 +242,50 @@ def test_a_refusal_says_how_long_it_waited():
     bench.submit(asking(queue_timeout_s=10.0), now=100.0)
     (delta,) = bench.intake.expire(112.0)
     assert "waited 12 s" in delta.error_message
+
+
+def test_only_waiting_for_a_turn_counts_as_waiting():
+    """The grammar took 50 seconds. The request may still wait for ten more."""
+    bench = Bench()
+    bench.submit(asking(grammar="g", queue_timeout_s=10.0, timeout_s=600.0), now=100.0)
+    assert bench.intake.expire(150.0) == []
+    bench.grammars.futures["g"].set_result(None)
+    assert bench.intake.admit_ready(150.0) == []
+    assert bench.intake.expire(159.9) == [] and len(bench.waiting()) == 1
+    (delta,) = bench.intake.expire(160.0)
+    assert "waited 10 s" in delta.error_message
+
+
+def test_blocks_that_are_loaded_are_no_waiting_for_a_turn():
+    bench = Bench()
+    bench.submit(asking(queue_timeout_s=10.0), now=100.0)
+    (seq,) = bench.waiting()
+    seq.load = object()
+    assert bench.intake.expire(112.0) == []
+    seq.load = None
+    (delta,) = bench.intake.expire(113.5)
+    assert delta.error_code == "RATE_LIMIT_EXCEEDED"
+
+
+def test_a_choice_that_is_refused_leaves_none_of_the_others_running():
+    for grammar in (None, "g"):
+        bench = Bench()
+        make = bench.intake._maker._sequence
+
+        def refuse_the_third(ready, before, shared, queued_at, make=make):
+            if before.choice == 2:
+                raise RateLimitError("too much at once", retry_after=3.0)
+            return make(ready, before, shared, queued_at)
+
+        bench.intake._maker._sequence = refuse_the_third
+        found = bench.submit(asking(params={"n": 4}, grammar=grammar))
+        if grammar is not None:
+            bench.grammars.futures["g"].set_result(None)
+            found = bench.intake.admit_ready(101.0)
+        refused = [("r", choice, "RATE_LIMIT_EXCEEDED") for choice in range(4)]
+        assert codes(found) == refused and found[0].retry_after == 3.0
+        assert bench.waiting() == []
+        bench.scheduler.check()
 
 
 def test_a_request_that_would_wait_too_long_is_refused_at_once():

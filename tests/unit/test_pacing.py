@@ -127,9 +127,7 @@ def test_few_gaps_are_long_if_fewer_sequences_start_than_decode() -> None:
 
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("seed", range(6))
-def test_all_requests_have_the_tokens_of_each_alone(
-    depth: int, seed: int
-) -> None:
+def test_all_requests_have_the_tokens_of_each_alone(depth: int, seed: int) -> None:
     """`check` compares all tokens with those of each request alone, and every step is watched: only
     much shorter requests overtake others.
     """

@@ -53,8 +53,8 @@ MUTATIONS = [
     Mutation(
         "runtime: a queue timeout ends who has begun at its deadline alone",
         "engine.backends.custom.runtime.requests.intake",
-        "        for when in ready.deadlines():\n",
-        "        for when in ready.deadlines()[:1]:\n",
+        "        for when in ready.deadlines(now):\n",
+        "        for when in ready.deadlines(now)[:1]:\n",
         f"{INTAKE_TESTS}::test_deadlines_are_kept_to_the_second",
     ),
     Mutation(

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+LOADING_GRACE_S = 1.0
 MAX_PENDING_BYTES = 512 * 2**20  # pixels of images that wait to be encoded
 
 
@@ -83,7 +84,10 @@ class Intake:
             return refusals(request, choices, error)
         assert prompt is not None
         if request.grammar is None and not request.images and request.adapter is None:
-            self._enqueue(ReadyRequest(request, prompt, choices, now), now)
+            try:
+                self._enqueue(ReadyRequest(request, prompt, choices, now), now)
+            except EngineError as refused:
+                return refusals(request, choices, refused)
             return []
         matcher = None
         if request.grammar is not None:
@@ -195,11 +199,16 @@ class Intake:
 
     def _enqueue(self, ready: ReadyRequest, now: float) -> None:
         group: list[Sequence] = []
-        for seq in self._maker.sequences(ready, now):
-            self._scheduler.add(seq)
-            group.append(seq)
+        try:
+            for seq in self._maker.sequences(ready, now):
+                self._scheduler.add(seq)
+                group.append(seq)
+        except Exception:
+            # If one choice can't be queued, none of them runs.
+            self._scheduler.abort(ready.request.request_id, None, now)
+            raise
         self._scheduler.has_adapters |= ready.place > 0
-        for when in ready.deadlines():
+        for when in ready.deadlines(now):
             if when is not None:
                 heapq.heappush(self._deadlines, (when, group[0].arrival, group))
         self._drop_ended()
@@ -215,7 +224,12 @@ class Intake:
             is_over = when == group[0].deadline
             if not is_over and any(seq.started_at is not None for seq in group):
                 continue
-            error = too_late(is_over, now - group[0].submitted_at)
+            if not is_over and any(seq.load is not None for seq in group):
+                # It waits for blocks of a tier, and not for its turn.
+                later = now + LOADING_GRACE_S
+                heapq.heappush(self._deadlines, (later, group[0].arrival, group))
+                continue
+            error = too_late(is_over, now - group[0].queued_at)
             live = [seq for seq in group if seq.finish_reason is None]
             ended += [self._scheduler.fail(seq, error, now) for seq in live]
         return ended
