@@ -12,6 +12,7 @@ from functools import lru_cache
 
 from engine.backends.custom.runtime.groups.windows import min_window_blocks
 from engine.backends.custom.runtime.model_runner import NULL_BLOCK, BatchInputs
+from engine.backends.custom.runtime.queue import GUESSED_TOKENS, MUCH_SHORTER
 from engine.backends.custom.runtime.radix_node import Node
 from engine.backends.custom.runtime.sequence import MAX_PREEMPTIONS, ScheduledBatch
 from tests.toy_runner import CRASH_TOKEN, NAN_TOKEN, mix
@@ -331,8 +332,9 @@ def check_writes(engine, inputs: BatchInputs) -> None:
 
 
 class WatchedScheduling:
-    """INV-19, INV-20: budgets are kept, every running sequence gets a row, and a sequence is never
-    overtaken by a later one of its tenant.
+    """INV-19, INV-20: budgets are kept, and every running sequence gets a row. A sequence is
+    overtaken by a later one of its tenant only if that is much shorter than a prompt in progress,
+    or if it finds too few free blocks itself, and then by a bounded number of tokens.
     """
 
     def __init__(self, scheduler, violations: list[str]) -> None:
@@ -349,16 +351,24 @@ class WatchedScheduling:
             and seq.num_computed < len(seq.tokens) + seq.num_sampling  # it verifies no draft
         ]
         prompts = [seq for seq in owed if seq.num_computed < seq.num_prompt]
+        longest = max((seq.num_uncomputed for seq in scheduler._running), default=0)
         # It is this in its place.
         batch = type(scheduler).schedule(scheduler, budget, now, pauses=pauses)
         rows = batch.rows if batch is not None else ()
         if pauses and any(row.start < row.seq.num_prompt for row in rows):
             owed = prompts
         with noted(self._violations):
-            self._check(batch, budget, waited, owed)
+            self._check(batch, budget, waited, owed, longest)
         return batch
 
-    def _check(self, batch: ScheduledBatch | None, budget: int, waited: list, owed: list) -> None:
+    def _check(
+        self,
+        batch: ScheduledBatch | None,
+        budget: int,
+        waited: list,
+        owed: list,
+        longest: int,
+    ) -> None:
         scheduler = self._scheduler
         rows = batch.rows if batch is not None else ()
         assert sum(row.length for row in rows) <= budget, "a step is over its budget"
@@ -367,11 +377,15 @@ class WatchedScheduling:
         scheduled = {row.seq for row in rows}
         assert all(seq in scheduled or seq.slot < 0 for seq in owed), "somebody got no token"
         admitted = [seq for seq in waited if seq.slot >= 0]
+        max_passing = sum(seq.num_prompt + GUESSED_TOKENS for seq in admitted)
         for seq in waited:
             is_held = seq.held_by is not None or seq.load is not None
             if seq.slot >= 0 or is_held or seq.num_sampling:
                 continue
             for other in admitted:
                 peers = (other.priority, other.tenant) == (seq.priority, seq.tenant)
-                overtaken = peers and other.arrival > seq.arrival
+                num_new = len(other.tokens) - other.num_matched * scheduler.kv.block_size
+                is_short = MUCH_SHORTER * num_new <= longest
+                is_passed = 0 < seq.num_passed < len(seq.tokens) + max_passing
+                overtaken = peers and other.arrival > seq.arrival and not (is_short or is_passed)
                 assert not overtaken, f"{other.request_id} overtook {seq.request_id}"

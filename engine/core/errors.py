@@ -109,8 +109,9 @@ class ContextLengthError(InvalidRequestError):
         param: str | None = None,
         num_prompt_tokens: int = 0,
         max_tokens: int = 0,
+        retry_after: float | None = None,
     ) -> None:
-        super().__init__(message, param=param)
+        super().__init__(message, param=param, retry_after=retry_after)
         self.num_prompt_tokens = num_prompt_tokens
         self.max_tokens = max_tokens  # of prompt and answer together
 
@@ -189,12 +190,12 @@ class UnavailableError(EngineError):
     retryable = True
 
 
-def error_from_code(code: str, message: str) -> EngineError:
-    """Rebuild an error from its code and message, which another process sent."""
+def error_from_code(code: str, message: str, retry_after: float | None = None) -> EngineError:
+    """Rebuild an error from what another process sent."""
     pending: list[type[EngineError]] = [EngineError]
     while pending:
         kind = pending.pop()
         if kind.code == code:
-            return kind(message)
+            return kind(message, retry_after=retry_after)
         pending.extend(kind.__subclasses__())
-    return EngineError(message, code=code)
+    return EngineError(message, code=code, retry_after=retry_after)

@@ -205,3 +205,19 @@ def test_only_a_batch_that_is_computed_may_be_interrupted(loop, encoder, channel
     channel.inbox = [asking("a", token), asking("b", 2)]
     loop.turn(0)
     assert seen[:1] == [True] and not loop.is_computing
+
+
+def test_a_flood_of_one_tenant_delays_another_by_its_turn_only(loop, encoder, channel):
+    flood = [asking(f"a{i}", 1, 1, 1, tenant="flood", priority=-9) for i in range(4)]
+    channel.inbox = [*flood, asking("b", 2, tenant="other")]
+    for _ in range(4):
+        loop.turn(0)
+    assert encoder.batches[0] == [(1, 1, 1), (2,)]
+
+
+def test_a_queue_that_is_full_of_one_tenant_takes_another(loop, channel):
+    channel.inbox = [asking(f"a{i}", 1, tenant="flood") for i in range(6)]
+    channel.inbox.append(asking("b", 2, tenant="other"))
+    loop.turn(0)
+    refused = [name for name, delta in channel.answers().items() if delta.error_code]
+    assert refused == ["a4", "a5"]

@@ -88,7 +88,7 @@ def budget(monkeypatch: pytest.MonkeyPatch) -> Timeline:
     engine = ClockedEngine(monkeypatch, budget=4, max_seq_len=256, num_blocks=256)
     engine.submit("busy", range(200), 1)
     engine.toy.turn()
-    engine.submit("slow", (3, 4), 2)
+    engine.submit("slow", range(3, 153), 2)
     return engine.run()
 
 

@@ -1,5 +1,6 @@
 """Tenants get equal parts of an engine that can't serve all, and nobody waits for ever."""
 
+import copy
 import dataclasses
 
 from hypothesis import given, settings
@@ -163,6 +164,63 @@ def test_nobody_starves_and_shares_stay_close(arrivals):
     for tenant in "abcd":
         own = [seq.arrival for seq in admitted if seq.tenant == tenant]
         assert own == sorted(own)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    queued=st.lists(
+        st.tuples(
+            st.sampled_from("abc"),
+            st.integers(1, 64),  # prompt
+            st.integers(1, 400),  # max_tokens
+            st.integers(-2, 2),  # priority
+            st.integers(0, 2 * AGING_STEPS),  # steps before the next arrival
+            st.booleans(),  # whether one is admitted then
+        ),
+        max_size=40,
+    ),
+    tenant=st.sampled_from("abcd"),
+)
+def test_the_number_before_a_sequence_is_the_number_admitted_before_it(queued, tenant):
+    line, step = WaitingLine(), 0
+    for arrival, (owner, prompt, max_tokens, priority, pause, admits) in enumerate(queued):
+        line.add(sequence(arrival, owner, prompt, max_tokens, min(priority, 0), step))
+        step += pause
+        if admits:
+            admit_one(line, step)
+    for priority in (0, -1):
+        expected = line.num_before(tenant, priority, step)
+        newest = sequence(len(queued), tenant, priority=priority, step=step)
+        line.add(newest)
+        clone = copy.deepcopy(line)
+        before = 0
+        while (seq := admit_one(clone, step)).arrival != newest.arrival:
+            before += 1
+            assert seq.arrival < newest.arrival
+        assert expected == before
+        line.remove(newest)
+
+
+def test_those_of_a_later_rank_come_before_a_new_one_only_when_they_have_aged():
+    line = WaitingLine()
+    line.add(sequence(0, "batch", priority=2, step=0))
+    line.add(sequence(1, "batch", priority=2, step=AGING_STEPS))
+    assert line.num_before("a", 0, AGING_STEPS) == 0
+    assert line.num_before("a", 0, 2 * AGING_STEPS) == 1
+    assert line.num_before("a", 0, 3 * AGING_STEPS) == 2
+    assert line.num_before("a", 3, AGING_STEPS) == 2
+
+
+def test_a_priority_orders_only_the_requests_of_its_own_tenant():
+    line = WaitingLine()
+    for arrival in range(4):
+        line.add(sequence(arrival, "eager", priority=-100))
+    line.add(sequence(4, "eager", priority=-101))
+    line.add(sequence(5, "calm"))
+    line.add(sequence(6, "calm", priority=1))
+    admitted = [(seq.tenant, seq.arrival) for seq in (admit_one(line) for _ in range(7))]
+    assert admitted[:2] == [("eager", 4), ("calm", 5)]
+    assert admitted[-1] == ("calm", 6)
 
 
 def test_the_engine_serves_a_light_tenant_between_a_heavy_ones_requests():

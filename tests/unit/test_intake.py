@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from engine.backends.custom.runtime.requests.intake import Intake
-from engine.core.errors import InvalidRequestError
+from engine.core.errors import InvalidRequestError, RateLimitError
 from engine.core.interfaces.request import AdapterRef, GenerateRequest, SamplingParams
 from tests.toy_engine import ToyEngine
 from tests.toy_runner import VOCAB
@@ -36,6 +36,7 @@ class Bench:
         self.intake = Intake(self.engine.spec, self.scheduler, max_queued, self.grammars)
 
     def submit(self, request: GenerateRequest, now: float = 100.0) -> list:
+        self.intake.observe(now)  # as the engine does in each turn
         return self.intake.submit(request, now)
 
     def waiting(self) -> list:
@@ -243,6 +244,50 @@ def test_a_refusal_says_how_long_it_waited():
     assert "waited 12 s" in delta.error_message
 
 
+def test_only_waiting_for_a_turn_counts_as_waiting():
+    """The grammar took 50 seconds. The request may still wait for ten more."""
+    bench = Bench()
+    bench.submit(asking(grammar="g", queue_timeout_s=10.0, timeout_s=600.0), now=100.0)
+    assert bench.intake.expire(150.0) == []
+    bench.grammars.futures["g"].set_result(None)
+    assert bench.intake.admit_ready(150.0) == []
+    assert bench.intake.expire(159.9) == [] and len(bench.waiting()) == 1
+    (delta,) = bench.intake.expire(160.0)
+    assert "waited 10 s" in delta.error_message
+
+
+def test_blocks_that_are_loaded_are_no_waiting_for_a_turn():
+    bench = Bench()
+    bench.submit(asking(queue_timeout_s=10.0), now=100.0)
+    (seq,) = bench.waiting()
+    seq.load = object()
+    assert bench.intake.expire(112.0) == []
+    seq.load = None
+    (delta,) = bench.intake.expire(113.5)
+    assert delta.error_code == "RATE_LIMIT_EXCEEDED"
+
+
+def test_a_choice_that_is_refused_leaves_none_of_the_others_running():
+    for grammar in (None, "g"):
+        bench = Bench()
+        make = bench.intake._maker._sequence
+
+        def refuse_the_third(ready, before, shared, queued_at, make=make):
+            if before.choice == 2:
+                raise RateLimitError("too much at once", retry_after=3.0)
+            return make(ready, before, shared, queued_at)
+
+        bench.intake._maker._sequence = refuse_the_third
+        found = bench.submit(asking(params={"n": 4}, grammar=grammar))
+        if grammar is not None:
+            bench.grammars.futures["g"].set_result(None)
+            found = bench.intake.admit_ready(101.0)
+        refused = [("r", choice, "RATE_LIMIT_EXCEEDED") for choice in range(4)]
+        assert codes(found) == refused and found[0].retry_after == 3.0
+        assert bench.waiting() == []
+        bench.scheduler.check()
+
+
 def test_a_request_that_would_wait_too_long_is_refused_at_once():
     bench = Bench()
     for index in range(40):
@@ -254,6 +299,60 @@ def test_a_request_that_would_wait_too_long_is_refused_at_once():
     assert (name, code) == ("b", "RATE_LIMIT_EXCEEDED")
     assert bench.submit(asking("patient"), now=103.0) == []
     assert bench.submit(asking("c", queue_timeout_s=600.0), now=103.0) == []
+
+
+def flooded(**fields) -> Bench:
+    """A tenant's 100 sequences wait, and one starts every three seconds."""
+    bench = Bench(**fields)
+    for index in range(100):
+        assert bench.submit(asking(f"r{index}", tenant="flood", queue_timeout_s=60.0)) == []
+    bench.intake.observe(100.0)
+    bench.scheduler.num_started += 1
+    return bench
+
+
+def test_a_flood_of_one_tenant_refuses_no_other_one():
+    bench = flooded()
+    ((_, _, code),) = codes(
+        bench.submit(asking("more", tenant="flood", queue_timeout_s=60.0), now=103.0)
+    )
+    assert code == "RATE_LIMIT_EXCEEDED"
+    assert bench.submit(asking("b", tenant="other", queue_timeout_s=60.0), now=103.0) == []
+
+
+def test_a_flood_of_urgent_requests_refuses_no_other_tenant():
+    bench = Bench()
+    for index in range(100):
+        urgent = asking(f"r{index}", tenant="flood", priority=-100, queue_timeout_s=60.0)
+        assert bench.submit(urgent) == []
+    bench.scheduler.num_started += 1
+    assert bench.submit(asking("b", tenant="other", queue_timeout_s=60.0), now=103.0) == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_before"),
+    [
+        ({"tenant": "flood"}, 100),
+        ({"tenant": "flood", "priority": -1}, 0),
+        ({"tenant": "other", "priority": 1}, 100),
+    ],
+)
+def test_a_refusal_says_when_to_come_back(fields, num_before):
+    bench = flooded()
+    limit_s = 0.5 if num_before == 0 else 60.0
+    (delta,) = bench.submit(asking("more", queue_timeout_s=limit_s, **fields), now=103.0)
+    assert delta.retry_after == pytest.approx((num_before + 0.5) * 3.0)
+    assert f"about {delta.retry_after:.0f} s" in delta.error_message
+
+
+def test_a_queue_that_is_full_of_one_tenant_takes_others():
+    bench = Bench(max_queued=16)
+    taken = [bench.submit(asking(f"r{i}", tenant="flood")) == [] for i in range(16)]
+    assert taken == [True] * 14 + [False] * 2
+    assert bench.submit(asking("b", tenant="other")) == []
+    assert bench.submit(asking("c", tenant="third")) == []
+    ((_, _, code),) = codes(bench.submit(asking("d", tenant="fourth")))
+    assert code == "RATE_LIMIT_EXCEEDED"
 
 
 def test_a_burst_is_not_refused_before_there_is_a_rate():

@@ -127,11 +127,9 @@ def test_few_gaps_are_long_if_fewer_sequences_start_than_decode() -> None:
 
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("seed", range(6))
-def test_all_requests_start_in_order_and_have_the_tokens_of_each_alone(
-    depth: int, seed: int
-) -> None:
-    """`check` compares all tokens with those of each request alone, and every step is watched: no
-    request overtakes another.
+def test_all_requests_have_the_tokens_of_each_alone(depth: int, seed: int) -> None:
+    """`check` compares all tokens with those of each request alone, and every step is watched: only
+    much shorter requests overtake others.
     """
     rng = random.Random(seed)
     engine = ToyEngine(max_slots=6, num_blocks=200, budget=8, depth=depth, paces=True)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from engine.backends.custom.frontend import survival
 from engine.core.errors import UnavailableError
 from engine.core.interfaces.handover import BlockSource
 from engine.core.interfaces.request import (
@@ -133,6 +134,20 @@ async def test_a_long_prompt_goes_to_a_prefill_node_first() -> None:
     assert request.resumed is None and request.timeout_s <= 60.0 and request.params.seed == 1
     assert [name for _, name, _ in cluster.pool.decisions] == ["p", "d"]
     assert cluster.pool.answered_by("r") == ("d",)
+
+
+async def test_the_time_of_a_prefill_node_is_no_waiting_for_a_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(survival.time, "monotonic", lambda: now[0])
+    cluster = Cluster(p="prefill", d="decode")
+    cluster.ask(timeout_s=600.0, queue_timeout_s=10.0)
+    now[0] += 50.0  # of which it waited four seconds in the queue of the node
+    cluster.answer("p", queue_s=4.0, prefill_s=46.0)
+    request = cluster.links["d"].sent["r"][0]
+    assert request.queue_timeout_s == pytest.approx(6.0)
+    assert request.timeout_s == pytest.approx(550.0)
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,7 @@ def test_bounds(client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_is_its_owners_survives_a_restart_and_makes_room(tmp_path: Path) -> None:
-    storage = {"path": tmp_path, "max_responses": 3}
+    storage = {"path": tmp_path, "max_responses": 4}
     with live_server(storage=storage, server={"api_key": KEY}) as server:
         made = client_of(server, KEY).conversations.create(items=[said("a secret")])
     with live_server(storage=storage, server={"api_key": KEY[::-1]}) as server:

@@ -74,7 +74,7 @@ async def test_a_response_expires_unless_its_conversation_goes_on(
 
 
 async def test_number_and_size_are_bounded(make_store: MakeStore, clock: Clock) -> None:
-    store = make_store(max_responses=3, max_size_mb=1)
+    store = make_store(max_responses=4, max_size_mb=1)
     for name in "abcd":
         clock.now += 1
         await save(store, name)

@@ -132,7 +132,7 @@ def test_limits(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uploads, "MAX_PARTS", 2)
     monkeypatch.setattr(uploads, "MAX_PART_BYTES", 10)
     upload_id, _ = begin(client), begin(client)
-    with pytest.raises(openai.RateLimitError, match="2 uploads are not complete"):
+    with pytest.raises(openai.RateLimitError, match="2 of your uploads are not complete"):
         begin(client)
     for _ in range(2):
         send(client, upload_id, b"x")

@@ -139,21 +139,21 @@ async def test_a_file_that_is_taken_away_is_begun_anew(
 async def test_uploads_that_arrive_together_share_the_room(tmp_path: Path) -> None:
     database = Database(tmp_path / "files.db", file_store.SCHEMA)
     files = FileStore(tmp_path, database, max_bytes=1000)
-    async with files.upload() as one, files.upload() as two:
+    async with files.upload("") as one, files.upload("") as two:
         await one.write(b"x" * 600)
         with pytest.raises(StorageFullError):
             await two.write(b"x" * 600)
         await two.write(b"x" * 400)
-    assert files.num_arriving == 0
+    assert not files.num_arriving
     await database.close()
 
 
 async def test_a_file_that_a_batch_reads_stays(tmp_path: Path) -> None:
     database = Database(tmp_path / "files.db", file_store.SCHEMA)
     files = FileStore(tmp_path, database, max_bytes=2**20)
-    async with files.upload() as upload:
+    async with files.upload("alice") as upload:
         await upload.write(b"{}")
-        file = await upload.keep("alice", "batch", "in.jsonl", 2**40)
+        file = await upload.keep("batch", "in.jsonl", 2**40)
     await database.run(lambda db: hold_file(db, file.id, 1))
     with pytest.raises(ConflictError):
         await files.delete("alice", file.id)

@@ -293,6 +293,8 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     timeline: Timeline | None = None  # set on the last delta of a choice that was queued
     # What the choice read inside the model, as a safetensors file. Set on its last delta.
     captured: bytes | None = None
+    # With finish_reason "error": the seconds after which the client should try again
+    retry_after: float | None = None
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):

@@ -83,6 +83,7 @@ class Prefill:
     num_new: int
     began_at: float = field(default_factory=time.monotonic)
     num_cached: int = 0
+    queue_s: float = 0.0
     compute_s: float = 0.0
     timer: asyncio.TimerHandle | None = None
 
@@ -109,6 +110,7 @@ class Prefill:
                 self.owner.end(self, "lost")
                 return
             self.num_cached = max(self.num_cached, item.num_cached)
+            self.queue_s = max(self.queue_s, item.queue_s)
             self.compute_s = max(self.compute_s, item.prefill_s)
             if item.finish_reason is not None:
                 is_done = item.finish_reason in ("stop", "length")
@@ -167,7 +169,7 @@ class Prefills:
         node = self._router.engine(choice.engine)
         assert isinstance(node, PooledEngine)
         receiver.engine = self
-        self._held.submit(request, receiver, None)
+        self._held.hold(request, receiver)
         prefill = Prefill(self, request, node, node.link, num_new)
         self._under_way[request.request_id] = prefill
         patience_s = self.costs.patience_s(num_new)
@@ -194,6 +196,7 @@ class Prefills:
         opened = self._held.release(prefill.request.request_id)
         if opened is None:
             return  # its time was over
+        opened.come_back(prefill.queue_s)
         name = prefill.node.name
         done = Prefilled(name, outcome, seconds, prefill.num_cached)
         opened.request = msgspec.structs.replace(opened.request, handover=Handover(done, source))

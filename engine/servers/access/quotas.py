@@ -10,18 +10,17 @@ the request ends, the charge is corrected to the real number.
 import asyncio
 import ipaddress
 import math
+import time
 from collections.abc import Iterator, Mapping
 
 from engine.core.config_schema import LimitsSettings
 from engine.core.errors import InvalidRequestError, RateLimitError
+from engine.core.forecast import WaitForecast
 from engine.core.key_file import NO_LIMITS, KeyLimits
 from engine.servers.access.auth import Principal
 from engine.servers.access.rate_windows import Window, Windows
 from engine.servers.serving.event_pump import EventPump
 
-# Retry delay in seconds that is suggested to a client whose key has too many running requests. When
-# one of them will end is unknown, but usually it is soon.
-BUSY_RETRY_S = 1.0
 # Estimated number of bytes of a request body per prompt token, for English text in JSON.
 BYTES_PER_TOKEN = 4
 # Output tokens charged at first for a request without `max_tokens`. The charge is corrected when
@@ -169,6 +168,8 @@ class Quotas:
         self.set_defaults(defaults)
         self.windows = Windows(defaults.redis_url)
         self._leases: dict[str, set[Lease]] = {}
+        # For each key with requests: how fast they end, and how many have ended
+        self._ends: dict[str, tuple[WaitForecast, int]] = {}
         self._preparing: asyncio.Task[None] | None = None
 
     def set_defaults(self, defaults: LimitsSettings) -> None:
@@ -213,8 +214,9 @@ class Quotas:
         lease = Lease(self, key, principal.key or "the only one", limits)
         lease.headers = headers
         lease.num_prompt = num_bytes // BYTES_PER_TOKEN
-        self._check_places(self._leases.get(key, set()), lease)
+        self._check_places(key, lease)
         self._leases.setdefault(key, set()).add(lease)
+        self._ends.setdefault(key, (WaitForecast(), 0))
         try:
             await lease.count_request()
             await lease.charge(lease.num_prompt)
@@ -229,34 +231,47 @@ class Quotas:
         if leases is None or lease not in leases:
             return False
         leases.remove(lease)
+        forecast, num_ended = self._ends[key]
+        self._ends[key] = forecast, num_ended + 1
         if not leases:
-            del self._leases[key]
+            del self._leases[key], self._ends[key]
         return True
 
-    def _check_places(self, leases: set[Lease], lease: Lease) -> None:
+    def _free_in_s(self, key: str) -> float | None:
+        """When a request of the key will probably end. None if it has none."""
+        if key not in self._ends:
+            return None
+        forecast, num_ended = self._ends[key]
+        forecast.observe(time.monotonic(), len(self._leases[key]), num_ended)
+        return forecast.seconds(0)
+
+    def _check_places(self, key: str, lease: Lease) -> None:
+        leases = self._leases.get(key, set())
+        free_in_s = self._free_in_s(key)
         limits = lease.limits
         if limits.max_concurrent is not None and len(leases) >= limits.max_concurrent:
             raise RateLimitError(
                 f"This key ({lease.name}) has {len(leases)} requests at work, which is its limit.",
-                retry_after=BUSY_RETRY_S,
+                retry_after=free_in_s,
             )
         queued = [each for each in leases if each.is_queued]
         if limits.max_queued is not None and len(queued) >= limits.max_queued:
             raise RateLimitError(
                 f"This key ({lease.name}) has {len(queued)} requests waiting, which is its limit.",
-                retry_after=BUSY_RETRY_S,
+                retry_after=free_in_s,
             )
-        self._check_prompt(queued, lease)
+        self._check_prompt(queued, lease, free_in_s)
 
     def check_prompt(self, key: str, lease: Lease) -> None:
         """Check the limit on waiting prompt tokens again, after the estimated prompt of `lease` has
         grown.
         """
         others = self._leases.get(key, set()) - {lease}
-        self._check_prompt([each for each in others if each.is_queued], lease)
+        queued = [each for each in others if each.is_queued]
+        self._check_prompt(queued, lease, self._free_in_s(key))
 
     @staticmethod
-    def _check_prompt(queued: list[Lease], lease: Lease) -> None:
+    def _check_prompt(queued: list[Lease], lease: Lease, free_in_s: float | None) -> None:
         most = lease.limits.max_queued_tokens
         if most is None:
             return
@@ -270,7 +285,7 @@ class Quotas:
             raise RateLimitError(
                 f"This key ({lease.name}) has requests waiting with about {num_tokens} tokens; its"
                 f" limit is {most}.",
-                retry_after=BUSY_RETRY_S,
+                retry_after=free_in_s,
             )
 
 

@@ -62,7 +62,7 @@ def add_message_batches_routes(app: FastAPI, bench: Bench, runner: BatchRunner) 
         max_bytes = services.settings.server.body_limit_mb * 2**20
         lines = await read_parsed(request, max_bytes, _parse)
         new = _new_batch(request, services)
-        async with bench.files.upload() as upload:
+        async with bench.files.upload(new.owner) as upload:
             for line in lines:
                 await upload.write(line.raw)
             placed = [line.place for line in lines]

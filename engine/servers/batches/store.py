@@ -35,6 +35,7 @@ from engine.servers.files.store import (
 )
 from engine.servers.serving.storage import Database
 
+# Of each tenant
 MAX_OPEN_BATCHES = 100
 MAX_KEPT_BATCHES = 2_000
 RETRY_FULL_S = 30.0
@@ -99,7 +100,7 @@ class BatchStore:
 
     async def create(self, new: NewBatch) -> Batch:
         def work(db: sqlite3.Connection) -> Batch:
-            _check_not_full(db)
+            _check_not_full(db, new.owner)
             try:
                 file = find_file(db, new.owner, new.input_file_id)
             except NotFoundError:
@@ -126,11 +127,11 @@ class BatchStore:
         """
 
         def begin(db: sqlite3.Connection, file: StoredFile) -> None:
-            _check_not_full(db)
+            _check_not_full(db, new.owner)
             batch = _insert(db, replace(new, input_file_id=file.id))
             _start(db, batch, model, lines)
 
-        await upload.keep(new.owner, "batch", f"{new.id}.jsonl", new.created_at, begin)
+        await upload.keep("batch", f"{new.id}.jsonl", new.created_at, begin)
         return await self.find(new.id)
 
     async def find(self, batch_id: str, owner: str | None = None, prefix: str = "") -> Batch:
@@ -374,18 +375,19 @@ def _find(
     return Batch(**dict(row))
 
 
-def _check_not_full(db: sqlite3.Connection) -> None:
-    """Raise if too many batches have not ended. If too many ended batches are kept, delete the
-    oldest of them.
+def _check_not_full(db: sqlite3.Connection, owner: str) -> None:
+    """Raise if too many batches of the owner have not ended. If too many that ended are kept,
+    delete the oldest of them.
     """
-    num_open = db.execute(f"SELECT COUNT(*) FROM batches WHERE {_OPEN}").fetchone()[0]
+    query = f"SELECT COUNT(*) FROM batches WHERE owner = ? AND {_OPEN}"
+    num_open = db.execute(query, (owner,)).fetchone()[0]
     if num_open >= MAX_OPEN_BATCHES:
         raise RateLimitError(
-            f"{num_open} batches are waiting or running, which is as many as this server takes.",
+            f"{num_open} of your batches wait or run, which is as many as a tenant may have.",
             retry_after=RETRY_FULL_S,
         )
     db.execute(
-        f"DELETE FROM batches WHERE seq IN (SELECT seq FROM batches WHERE NOT ({_OPEN})"
-        " ORDER BY seq DESC LIMIT -1 OFFSET ?)",
-        (MAX_KEPT_BATCHES,),
+        f"DELETE FROM batches WHERE seq IN (SELECT seq FROM batches WHERE owner = ?"
+        f" AND NOT ({_OPEN}) ORDER BY seq DESC LIMIT -1 OFFSET ?)",
+        (owner, MAX_KEPT_BATCHES),
     )

@@ -78,14 +78,14 @@ def add_files_routes(app: FastAPI, services: Services, files: FileStore) -> None
     @app.post("/v1/files")
     async def upload_file(request: Request) -> Response:
         owner = principal_of(request).name
-        async with files.upload() as upload:
+        async with files.upload(owner) as upload:
             form = await read_form(request, upload.write)
             fields = _fields(form)
             if form.file_name is None or upload.num_bytes == 0:
                 raise InvalidRequestError("The form has no file, or an empty one.", param="file")
             life_s = bounded_life_s(request, services, "expires_after", fields.expires_after)
             name = safe_name(form.file_name)
-            file = await upload.keep(owner, fields.purpose, name, unix_now() + life_s)
+            file = await upload.keep(fields.purpose, name, unix_now() + life_s)
         return json_response(file.body())
 
     @app.get("/v1/files")

@@ -11,13 +11,15 @@ import contextlib
 import os
 import secrets
 import sqlite3
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 from engine.core.errors import ConflictError, NotFoundError, PayloadTooLargeError
+from engine.core.forecast import may_take
 from engine.servers.files.draft import Draft, storage_errors
 from engine.servers.files.expiry import unix_now
 from engine.servers.serving.storage import Database
@@ -129,7 +131,8 @@ class FileStore:
         self._directory = directory
         self._database = database
         self._max_bytes = max_bytes
-        self.num_arriving = 0  # bytes of unfinished uploads, which have no row yet
+        # Bytes of each owner's unfinished uploads, which have no row yet
+        self.num_arriving: Counter[str] = Counter()
 
     def path_of(self, file_id: str) -> Path:
         """The path of a file on disk. `file_id` must come from `new_file_id`, never from a
@@ -139,20 +142,22 @@ class FileStore:
 
     @asynccontextmanager
     async def upload(
-        self, file_id: str | None = None, num_freed: int = 0
+        self, owner: str, file_id: str | None = None, num_freed: int = 0
     ) -> AsyncIterator["Upload"]:
         """Begin an upload. At the end of the block, the file is deleted unless `Upload.keep` was
-        called. `num_freed` bytes of other files are deleted when the upload is kept, so they don't
-        count.
+        called. `num_freed` bytes of the owner's other files are deleted when the upload is kept, so
+        they don't count.
         """
-        num_used = await self._database.run(_num_used) - num_freed
+        used = await self._database.run(lambda db: _used(db, owner)) - num_freed
         file_id = file_id or new_file_id()
         async with Draft(self.path_of(file_id)) as draft:
-            upload = Upload(self, self._database, file_id, draft, num_used)
+            upload = Upload(self, self._database, owner, file_id, draft, used)
             try:
                 yield upload
             finally:
-                self.num_arriving -= draft.num_bytes
+                self.num_arriving[owner] -= draft.num_bytes
+                if not self.num_arriving[owner]:
+                    del self.num_arriving[owner]
 
     async def find(self, owner: str, file_id: str) -> StoredFile:
         return await self._database.run(lambda db: find_file(db, owner, file_id))
@@ -221,16 +226,22 @@ class FileStore:
         """Count `num_bytes` more for a reserved file. Raises `StorageFullError` if the limit is
         exceeded.
         """
-        self.check_room(_num_used(connection), num_bytes)
+        found = connection.execute("SELECT owner FROM files WHERE id = ?", (file_id,)).fetchone()
+        owner = "" if found is None else found["owner"]
+        self.check_room(owner, _used(connection, owner), num_bytes)
         connection.execute(
             "UPDATE files SET num_bytes = num_bytes + ? WHERE id = ?", (num_bytes, file_id)
         )
 
-    def check_room(self, num_used: int, num_wanted: int) -> None:
-        if num_used + num_wanted > self._max_bytes:
+    def check_room(self, owner: str, used: "Used", num_wanted: int) -> None:
+        """Raise if there is no room for this many bytes more of the owner. Each tenant leaves room
+        to others.
+        """
+        if not may_take(owner, used.own, used.all, self._max_bytes, num_wanted):
             raise StorageFullError(
-                f"The server's storage for files is full: {self._max_bytes // 2**20} MiB in all."
-                " Delete files, or raise storage.max_size_mb.",
+                f"The server's storage for files is full: {self._max_bytes // 2**20} MiB in all,"
+                f" of which your files have {used.own // 2**20}. Delete files, or raise"
+                " storage.max_size_mb.",
                 param="file",
             )
 
@@ -259,17 +270,26 @@ class Upload:
     """
 
     def __init__(
-        self, store: FileStore, database: Database, file_id: str, draft: Draft, num_used: int
+        self,
+        store: FileStore,
+        database: Database,
+        owner: str,
+        file_id: str,
+        draft: Draft,
+        used: "Used",
     ) -> None:
         self._store = store
         self._database = database
+        self._owner = owner
         self._file_id = file_id
         self._draft = draft
-        self._num_used = num_used
+        self._used = used
 
     async def write(self, data: bytes) -> None:
-        self._store.check_room(self._num_used + self._store.num_arriving, len(data))
-        self._store.num_arriving += len(data)
+        arriving = self._store.num_arriving
+        num_own, num_all = self._used.own + arriving[self._owner], self._used.all + arriving.total()
+        self._store.check_room(self._owner, Used(num_own, num_all), len(data))
+        arriving[self._owner] += len(data)
         await self._draft.write(data)
 
     @property
@@ -278,7 +298,6 @@ class Upload:
 
     async def keep(
         self,
-        owner: str,
         purpose: str,
         filename: str,
         expires_at: int,
@@ -288,6 +307,7 @@ class Upload:
         """Keep the file. `also` makes more changes in the transaction that adds its row. If not
         `is_ready`, the file is hidden from its owner.
         """
+        owner = self._owner
         file = StoredFile(
             self._file_id, owner, purpose, filename, self.num_bytes, unix_now(), expires_at
         )
@@ -296,7 +316,7 @@ class Upload:
             insert_file(db, file, is_ready=is_ready)
             if also is not None:
                 also(db, file)
-            self._store.check_room(_num_used(db), 0)
+            self._store.check_room(owner, _used(db, owner), 0)
 
         await self._draft.publish()
         await self._database.run(work)
@@ -304,11 +324,23 @@ class Upload:
         return file
 
 
-def _num_used(connection: sqlite3.Connection) -> int:
+class Used(NamedTuple):
+    """Stored bytes: those of one owner, and those of all."""
+
+    own: int
+    all: int
+
+    def __sub__(self, num_freed: int) -> "Used":
+        return Used(self.own - num_freed, self.all - num_freed)
+
+
+def _used(connection: sqlite3.Connection, owner: str) -> Used:
     row = connection.execute(
-        "SELECT COALESCE(SUM(MAX(num_bytes, ?)), 0) FROM files", (MIN_CHARGE_BYTES,)
+        "SELECT COALESCE(SUM(MAX(num_bytes, ?)) FILTER (WHERE owner = ?), 0),"
+        " COALESCE(SUM(MAX(num_bytes, ?)), 0) FROM files",
+        (MIN_CHARGE_BYTES, owner, MIN_CHARGE_BYTES),
     ).fetchone()
-    return int(row[0])
+    return Used(int(row[0]), int(row[1]))
 
 
 def _all_ids(connection: sqlite3.Connection) -> set[str]:

@@ -34,7 +34,7 @@ from engine.servers.serving.storage import Database
 LIFE_S = 3_600
 # How long an upload that has ended is still known, in seconds after its expiry.
 KNOWN_S = 86_400
-MAX_OPEN_UPLOADS = 100
+MAX_OPEN_UPLOADS = 100  # of each tenant
 MAX_PARTS = 1_000
 MAX_PART_BYTES = 64 * 2**20
 MAX_BODY_BYTES = 65_536
@@ -121,12 +121,12 @@ class UploadStore:
         def work(db: sqlite3.Connection) -> None:
             now = unix_now()
             db.execute("DELETE FROM uploads WHERE expires_at <= ?", (now - KNOWN_S,))
-            is_open = "status = 'pending' AND expires_at > ?"
-            num_open = db.execute(f"SELECT COUNT(*) FROM uploads WHERE {is_open}", (now,))
+            is_open = "owner = ? AND status = 'pending' AND expires_at > ?"
+            num_open = db.execute(f"SELECT COUNT(*) FROM uploads WHERE {is_open}", (new.owner, now))
             if num_open.fetchone()[0] >= MAX_OPEN_UPLOADS:
                 raise RateLimitError(
-                    f"{MAX_OPEN_UPLOADS} uploads are not complete, which is as many as this server"
-                    " takes. Complete or cancel some.",
+                    f"{MAX_OPEN_UPLOADS} of your uploads are not complete, which is as many as a"
+                    " tenant may have. Complete or cancel some.",
                     retry_after=RETRY_FULL_S,
                 )
             marks = ", ".join("?" * len(fields(PartedUpload)))
@@ -145,9 +145,7 @@ class UploadStore:
                     f"An upload may have at most {MAX_PARTS} parts; send larger ones.", param="data"
                 )
 
-        return await part.keep(
-            upload.owner, PART, upload.id, upload.expires_at, check, is_ready=False
-        )
+        return await part.keep(PART, upload.id, upload.expires_at, check, is_ready=False)
 
     async def complete(
         self, upload: PartedUpload, part_ids: Sequence[str], md5: str | None
@@ -161,7 +159,7 @@ class UploadStore:
             rule = f"have {num_bytes} bytes in all; the upload was created for {upload.num_bytes}"
             raise problem("part_ids", rule)
         ended: list[str] = []
-        async with self._files.upload(num_freed=num_bytes) as made:
+        async with self._files.upload(upload.owner, num_freed=num_bytes) as made:
             digest = hashlib.md5(usedforsecurity=False)
             for each in part_ids:
                 await self._copy(each, made, digest)
@@ -172,9 +170,7 @@ class UploadStore:
                 ended.extend(_end(db, upload, "completed"))
 
             expires_at = unix_now() + upload.file_life_s
-            file = await made.keep(
-                upload.owner, upload.purpose, upload.filename, expires_at, finish
-            )
+            file = await made.keep(upload.purpose, upload.filename, expires_at, finish)
         await self._files.remove(ended)
         return await self._database.run(lambda db: _find(db, upload.id, upload.owner)), file
 
@@ -252,7 +248,7 @@ def add_uploads_routes(
     @app.post("/v1/uploads/{upload_id}/parts")
     async def add_part(request: Request, upload_id: str) -> Response:
         upload = await store.pending(upload_id, principal_of(request).name)
-        async with files.upload(f"part_{secrets.token_hex(16)}") as part:
+        async with files.upload(upload.owner, f"part_{secrets.token_hex(16)}") as part:
             await read_form(request, part.write, "data", frozenset(), MAX_PART_BYTES)
             if part.num_bytes == 0:
                 raise InvalidRequestError("The form has no data, or an empty one.", param="data")

@@ -314,9 +314,9 @@ class JobRunner:
         """Store the result file of the job. Returns its id."""
         events, _ = await asyncio.to_thread(folder.events)
         expires_at = unix_now() + math.ceil(self._services.settings.storage.file_ttl_s)
-        async with self._files.upload() as upload:
+        async with self._files.upload(job.owner) as upload:
             await upload.write(step_metrics(events))
-            file = await upload.keep(job.owner, "fine-tune-results", "step_metrics.csv", expires_at)
+            file = await upload.keep("fine-tune-results", "step_metrics.csv", expires_at)
         return file.id
 
     async def _offer(self, job: Job, name: str, adapter: Path) -> None:

@@ -16,7 +16,7 @@ from engine.servers.files.store import find_file, hold_file
 from engine.servers.fine_tuning.schema import ENDED, Job, JobEvent, Status
 from engine.servers.serving.storage import Database
 
-MAX_OPEN_JOBS = 20
+MAX_OPEN_JOBS = 20  # of each tenant
 RETRY_FULL_S = 60.0
 PREFIX = "ftjob-"
 
@@ -77,10 +77,11 @@ class JobStore:
 
     async def create(self, job: Job) -> Job:
         def work(db: sqlite3.Connection) -> Job:
-            num_open = db.execute(f"SELECT COUNT(*) FROM fine_tuning_jobs WHERE {_OPEN}")
-            if num_open.fetchone()[0] >= MAX_OPEN_JOBS:
+            query = f"SELECT COUNT(*) FROM fine_tuning_jobs WHERE owner = ? AND {_OPEN}"
+            if db.execute(query, (job.owner,)).fetchone()[0] >= MAX_OPEN_JOBS:
                 raise RateLimitError(
-                    f"{MAX_OPEN_JOBS} jobs wait already, which is as many as this server takes.",
+                    f"{MAX_OPEN_JOBS} of your jobs wait or run, which is as many as a tenant may"
+                    " have.",
                     retry_after=RETRY_FULL_S,
                 )
             for param in ("training_file", "validation_file"):
@@ -136,12 +137,16 @@ class JobStore:
         return await self._database.run(lambda db: db.execute(query, (job_id,)).fetchone()[0] or 0)
 
     async def next_job(self) -> Job | None:
-        """The oldest job that is running or waits to run."""
+        """The job that is running, or the next one that waits: the oldest job of the tenant whose
+        last job ended longest ago.
+        """
 
         def work(db: sqlite3.Connection) -> Job | None:
             row = db.execute(
                 f"SELECT {_COLUMNS} FROM fine_tuning_jobs"
-                " WHERE status IN ('running', 'queued') ORDER BY status = 'queued', seq LIMIT 1"
+                " WHERE status IN ('running', 'queued') ORDER BY status = 'queued',"
+                " (SELECT MAX(ended.finished_at) FROM fine_tuning_jobs AS ended"
+                "  WHERE ended.owner = fine_tuning_jobs.owner) NULLS FIRST, seq LIMIT 1"
             ).fetchone()
             return None if row is None else Job(**dict(row))
 

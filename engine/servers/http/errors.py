@@ -265,7 +265,7 @@ def install_error_handlers(app: FastAPI) -> None:
     async def engine_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, EngineError)
         record = record_of(request.scope)
-        record.error_code = error.error_code
+        record.error_code, record.error_message = error.error_code, short_message(error)
         if error.param is not None:
             error.param = record.sent_as.get(error.param, error.param)
         return error_response(error, request.scope)

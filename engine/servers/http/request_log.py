@@ -67,6 +67,7 @@ class RequestRecord:
     notes: RequestNotes = field(default_factory=RequestNotes)
     status: int = 0
     error_code: str | None = None
+    error_message: str | None = None
     completion_id: str | None = None  # the request's id in the backend
     backends: tuple[str, ...] = ()  # replicas that answered, if there are several
     user_hash: str | None = None

@@ -124,7 +124,7 @@ class EventStream(Response):
             await self._respond(writer)
         except EngineError as error:
             self._pump.fail(error)  # this has no effect if the pump itself failed
-            record.error_code = error.error_code
+            record.error_code, record.error_message = error.error_code, error.message
         finally:
             writer.close()
             await self._pump.close()

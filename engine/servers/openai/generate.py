@@ -10,7 +10,6 @@ A body with `text` or `input_ids` instead of `prompt` is SGLang's; `sglang_api` 
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.core.errors import EngineError, NotFoundError, RateLimitError
+from engine.core.forecast import may_take
 from engine.core.interfaces.backend import (
     CompletionRequest,
     Event,
@@ -194,9 +194,9 @@ class Submissions:
     def __init__(self) -> None:
         self._by_id: dict[str, Submission] = {}
 
-    def make_room(self) -> None:
-        """Drop expired submissions. If there is still no room, drop a submission that has ended.
-        Raises if all submissions are running.
+    def make_room(self, owner: str) -> None:
+        """Drop expired submissions. If there is still no room, drop a submission of the owner that
+        has ended. Raises if all of them are running.
         """
         now = time.monotonic()
         ended = [each for each in self._by_id.values() if each.ended_at is not None]
@@ -204,15 +204,16 @@ class Submissions:
             assert each.ended_at is not None
             if now - each.ended_at > KEEP_S:
                 del self._by_id[each.request_id]
-        if len(self._by_id) < MAX_SUBMISSIONS:
+        own = [each for each in self._by_id.values() if each.owner == owner]
+        if may_take(owner, len(own), len(self._by_id), MAX_SUBMISSIONS):
             return
-        remaining = [each for each in ended if each.request_id in self._by_id]
-        if not remaining:
-            raise RateLimitError("Too many submissions are running; retry later.", retry_after=1)
-        # Drop a result of the tenant who has the most results. So a tenant can't displace the
-        # results of other tenants.
-        owner = Counter(each.owner for each in remaining).most_common(1)[0][0]
-        del self._by_id[next(each.request_id for each in remaining if each.owner == owner)]
+        if not (remaining := [each for each in own if each.ended_at is not None]):
+            raise RateLimitError(
+                f"Too many submissions are running: {len(own)} of yours, and the server keeps"
+                f" {MAX_SUBMISSIONS} in all. Retry later.",
+                retry_after=1,
+            )
+        del self._by_id[remaining[0].request_id]
 
     def add(self, submission: Submission) -> None:
         self._by_id[submission.request_id] = submission
@@ -248,7 +249,7 @@ def add_generate_routes(app: FastAPI, services: Services) -> None:
         if body.stream:
             return await answer_streaming(pump, GenerateStream(request_id))
         await pump.accepted(CHECK_WAIT_S, SUBMIT_WAIT_S)
-        submissions.make_room()
+        submissions.make_room(principal_of(request).name)
         owner = principal_of(request).name
         submissions.add(Submission(request_id, owner, body.num_choices, pump, ticket.detach()))
         return json_response({"request_id": request_id})

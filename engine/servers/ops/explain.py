@@ -56,7 +56,15 @@ def causes_of(record: RequestRecord, decisions: Sequence[dict[str, Any]]) -> lis
     total = seconds_of(record)
     shown = [each for each in found if each.seconds >= MIN_SHARE * total]
     # The sort is stable, so causes stay ordered by their seconds.
-    return sorted(shown, key=lambda each: not _is_foreign(each, total))
+    shown.sort(key=lambda each: not _is_foreign(each, total))
+    return [*_refusal(record, total), *shown]
+
+
+def _refusal(record: RequestRecord, total: float) -> Iterator[Cause]:
+    """Why the request has no answer at all, in the words of the refusal itself."""
+    if record.error_message is not None and record.ttft_s is None:
+        what = f"It was refused after {_s(total)} ({record.error_code}): {record.error_message}"
+        yield Cause("refused", total, what)
 
 
 def _is_foreign(cause: Cause, total: float) -> bool:

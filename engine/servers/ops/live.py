@@ -69,7 +69,9 @@ class LiveView:
     def watch(self) -> AsyncGenerator[bytes, None]:
         """The frames from now on. A slow watcher skips frames."""
         if self.num_watchers >= MAX_WATCHERS:
-            raise RateLimitError(f"{MAX_WATCHERS} clients watch the server already. Close one.")
+            raise RateLimitError(
+                f"{MAX_WATCHERS} clients watch the server already. Close one.", retry_after=None
+            )
         watcher = Watcher()
         self._watchers.add(watcher)
         return self._frames(watcher)

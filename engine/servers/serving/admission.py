@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass
 
 from engine.core.errors import InvalidRequestError, RateLimitError, UnavailableError
+from engine.core.forecast import WaitForecast, may_take, most_places
 from engine.core.interfaces.backend import UsageEvent
 from engine.core.interfaces.request import FinishReason
 from engine.core.observability.metrics import FinishedRequest, Metrics
@@ -52,14 +53,17 @@ class WorkTotals:
 
 
 class Lifecycle:
-    """Counts the admitted requests of the server, refuses more than `max_concurrent`, and drains
-    the server.
+    """Counts the admitted requests of the server and of each tenant, refuses more than
+    `max_concurrent`, and drains the server. No tenant gets all places.
     """
 
     def __init__(self, max_concurrent: int, slow_request_s: float) -> None:
         self.started = time.monotonic()
         self.total_requests = 0
         self.num_admitted = 0
+        self._num_of: dict[str, int] = {}  # admitted requests of each tenant
+        self._num_released = 0
+        self._forecast = WaitForecast()
         self.totals = WorkTotals()
         self.is_draining = False  # whether new requests are refused
         self.is_ending = False  # set on shutdown; never cleared again
@@ -70,27 +74,39 @@ class Lifecycle:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def reserve(self, count: int) -> None:
-        """Admit `count` more requests. Raises if the server is full or being drained. Never
-        waits.
+    def most_of(self, tenant: str) -> int:
+        """How many requests of a tenant may be admitted at a time."""
+        return most_places(tenant, self.max_concurrent)
+
+    def reserve(self, count: int, tenant: str = "") -> None:
+        """Admit `count` more requests of a tenant. Raises if the server is full or being drained.
+        Never waits.
         """
         if self.is_draining:
             raise UnavailableError(
                 "The server is being drained and takes no new requests.", retry_after=RETRY_AFTER_S
             )
-        if self.num_admitted + count > self.max_concurrent:
+        own, most = self._num_of.get(tenant, 0), self.max_concurrent
+        self._forecast.observe(time.monotonic(), self.num_admitted, self._num_released)
+        if not may_take(tenant, own, self.num_admitted, most, count):
             raise RateLimitError(
-                f"The server already works on {self.num_admitted} requests;"
-                f" its limit is {self.max_concurrent}. Retry later.",
-                retry_after=RETRY_AFTER_S,
+                f"The server already works on {self.num_admitted} requests, {own} of them yours;"
+                f" its limit is {most}, and each tenant leaves some places to others. Retry later.",
+                retry_after=self._forecast.seconds(count - 1),
             )
+        self._num_of[tenant] = own + count
         self.num_admitted += count
         self.busy.set()
         self._idle.clear()
 
-    def release(self, count: int) -> None:
+    def release(self, count: int, tenant: str = "") -> None:
         self.num_admitted -= count
-        assert self.num_admitted >= 0, self.num_admitted
+        self._num_released += count
+        self._num_of[tenant] -= count
+        assert self.num_admitted >= 0 <= self._num_of[tenant], (tenant, self.num_admitted)
+        if not self._num_of[tenant]:
+            del self._num_of[tenant]
+        self._forecast.observe(time.monotonic(), self.num_admitted, self._num_released)
         if self.num_admitted == 0:
             self.busy.clear()
             self._idle.set()
@@ -134,14 +150,17 @@ class Ticket:
     releases them and is idempotent.
     """
 
-    def __init__(self, lifecycle: Lifecycle, metrics: Metrics, record: RequestRecord) -> None:
+    def __init__(
+        self, lifecycle: Lifecycle, metrics: Metrics, record: RequestRecord, tenant: str
+    ) -> None:
         self._lifecycle = lifecycle
+        self._tenant = tenant
         self._metrics = metrics
         self._record = record
         self._pump: EventPump | None = None
         self._max_tokens: int | None = None
         self._lease: Lease | None = None
-        lifecycle.reserve(1)
+        lifecycle.reserve(1, tenant)
         lifecycle.total_requests += 1
         self._num_reserved = 1
 
@@ -166,10 +185,10 @@ class Ticket:
         are charged to the key's quota in addition to the prompt's tokens.
         """
         assert self._pump is None
-        if num_prompts > self._lifecycle.max_concurrent:
+        most = self._lifecycle.most_of(self._tenant)
+        if num_prompts > most:
             raise InvalidRequestError(
-                f"prompt: this server takes at most {self._lifecycle.max_concurrent} prompts at"
-                f" once, got {num_prompts}.",
+                f"prompt: this server takes at most {most} prompts at once, got {num_prompts}.",
                 param="prompt",
             )
         if self._lease is not None:
@@ -178,7 +197,7 @@ class Ticket:
                 num_answers = num_prompts * num_choices
                 await self._lease.charge(answer_tokens(max_tokens, num_answers), "max_tokens")
         if num_prompts > 1:
-            self._lifecycle.reserve(num_prompts - 1)
+            self._lifecycle.reserve(num_prompts - 1, self._tenant)
             self._num_reserved = num_prompts
         self._max_tokens = max_tokens
         self._pump = EventPump(
@@ -216,7 +235,7 @@ class Ticket:
                 await self._pump.close()
                 self._account(self._pump)
         finally:
-            self._lifecycle.release(count)
+            self._lifecycle.release(count, self._tenant)
             if self._lease is not None:
                 await self._lease.close(self._num_used())
 

@@ -2,7 +2,8 @@
 
 Each object is a row of one table, whose id says by its prefix what it is. Only the tenant who made
 an object can see it. An object expires some time after its last use. If there are too many objects
-or bytes, the least recently used objects are deleted.
+or bytes, the least recently used objects of the tenant who adds one are deleted, and never those of
+another tenant. No tenant takes all of the room.
 """
 
 import sqlite3
@@ -12,6 +13,7 @@ from typing import TypeVar
 
 from engine.core.config_storage import StorageSettings
 from engine.core.errors import ResourceError
+from engine.core.forecast import may_take
 from engine.servers.serving.storage import Database
 
 FILE_NAME = "responses.db"
@@ -30,6 +32,7 @@ CREATE TABLE IF NOT EXISTS responses (
     body BLOB NOT NULL
 );
 CREATE INDEX IF NOT EXISTS responses_by_end ON responses (kept_until);
+CREATE INDEX IF NOT EXISTS responses_of_owner ON responses (owner, kept_until, num_bytes);
 CREATE TABLE IF NOT EXISTS totals (
     only_row INTEGER PRIMARY KEY CHECK (only_row = 1),
     num_responses INTEGER NOT NULL,
@@ -118,12 +121,20 @@ class ObjectStore:
         num_bytes = len(input) + len(body)
         self._check_size(num_bytes)
         connection.execute("DELETE FROM responses WHERE kept_until <= ?", (self.now(),))
+        self.keep(connection, ancestors)
+        self._make_room(connection, owner, 1, num_bytes)
         row = (object_id, owner, previous_id, 0.0, num_bytes, input, body)
         connection.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?)", row)
-        self.keep(connection, [*ancestors, object_id])
+        self.keep(connection, [object_id])
 
     def set_body(self, connection: sqlite3.Connection, object_id: str, body: bytes) -> None:
         """Replace the body of an object, if the object still exists."""
+        sizes = connection.execute(
+            "SELECT owner, ? - length(body) AS more FROM responses WHERE id = ?",
+            (len(body), object_id),
+        ).fetchall()
+        for each in sizes:
+            self._make_room(connection, each["owner"], 0, each["more"], object_id)
         connection.execute(
             "UPDATE responses SET num_bytes = num_bytes + ? - length(body), body = ? WHERE id = ?",
             (len(body), body, object_id),
@@ -133,39 +144,87 @@ class ObjectStore:
     def grow(self, connection: sqlite3.Connection, object_id: str, num_bytes: int) -> None:
         """Count `num_bytes` more for an object, for its rows in other tables."""
         sizes = connection.execute(
-            "UPDATE responses SET num_bytes = num_bytes + ? WHERE id = ? RETURNING num_bytes",
-            (num_bytes, object_id),
+            "SELECT owner, num_bytes FROM responses WHERE id = ?", (object_id,)
         ).fetchall()
-        self._check_size(*(size["num_bytes"] for size in sizes))
+        for each in sizes:
+            self._check_size(each["num_bytes"] + num_bytes)
+            self._make_room(connection, each["owner"], 0, num_bytes, object_id)
+        connection.execute(
+            "UPDATE responses SET num_bytes = num_bytes + ? WHERE id = ?", (num_bytes, object_id)
+        )
         self.keep(connection, [object_id])
 
     def keep(self, connection: sqlite3.Connection, object_ids: Iterable[str]) -> None:
-        """Extend the expiry of objects that were used, and make room if necessary."""
+        """Extend the expiry of objects that were used."""
         end = self.now() + self._ttl_s
         connection.executemany(
             "UPDATE responses SET kept_until = ? WHERE id = ?", [(end, each) for each in object_ids]
         )
-        self._make_room(connection)
 
     def delete(self, connection: sqlite3.Connection, object_id: str) -> None:
         connection.execute("DELETE FROM responses WHERE id = ?", (object_id,))
 
-    def _check_size(self, *sizes: int) -> None:
+    def _check_size(self, num_bytes: int) -> None:
         """Raise if an object alone is larger than all objects may be."""
-        for num_bytes in sizes:
-            if num_bytes > self._max_bytes:
+        if num_bytes > self._max_bytes:
+            raise ResourceError(
+                f"This has {num_bytes} bytes; in all, {self._max_bytes} are stored.", param="store"
+            )
+
+    def _make_room(
+        self,
+        connection: sqlite3.Connection,
+        owner: str,
+        num_objects: int,
+        num_bytes: int,
+        kept_id: str = "",
+    ) -> None:
+        """Delete the owner's least recently used objects, except `kept_id`, until there is room for
+        this many more, or as many were deleted. Raises if that is not enough.
+        """
+        num_deleted = bytes_deleted = 0
+        while not self._has_room(
+            connection, owner, num_objects, num_bytes, num_deleted, bytes_deleted
+        ):
+            deleted = connection.execute(
+                "DELETE FROM responses WHERE rowid = (SELECT rowid FROM responses"
+                " WHERE owner = ? AND id != ? ORDER BY kept_until, rowid LIMIT 1)"
+                " RETURNING num_bytes",
+                (owner, kept_id),
+            ).fetchall()
+            if not deleted:
                 raise ResourceError(
-                    f"This has {num_bytes} bytes; in all, {self._max_bytes} are stored.",
+                    f"The server's storage for responses and conversations is full: it keeps"
+                    f" {self._max_objects} of them (storage.max_responses), and"
+                    f" {self._max_bytes // 2**20} MiB (storage.max_size_mb), for all tenants"
+                    " together. Send store: false, or delete some of yours.",
                     param="store",
                 )
+            num_deleted += 1
+            bytes_deleted += deleted[0]["num_bytes"]
 
-    def _make_room(self, connection: sqlite3.Connection) -> None:
-        while True:
-            total = connection.execute("SELECT num_responses, num_bytes FROM totals").fetchone()
-            is_within_number = total["num_responses"] <= self._max_objects
-            if is_within_number and total["num_bytes"] <= self._max_bytes:
-                return
-            connection.execute(
-                "DELETE FROM responses WHERE rowid ="
-                " (SELECT rowid FROM responses ORDER BY kept_until, rowid LIMIT 1)"
-            )
+    def _has_room(
+        self,
+        connection: sqlite3.Connection,
+        owner: str,
+        num_objects: int,
+        num_bytes: int,
+        num_deleted: int,
+        bytes_deleted: int,
+    ) -> bool:
+        total = connection.execute("SELECT num_responses, num_bytes FROM totals").fetchone()
+        own = connection.execute(
+            "SELECT COUNT(*), COALESCE(SUM(num_bytes), 0) FROM responses WHERE owner = ?", (owner,)
+        ).fetchone()
+        needs = (
+            (own[0], total["num_responses"], self._max_objects, num_objects, num_deleted),
+            (own[1], total["num_bytes"], self._max_bytes, num_bytes, bytes_deleted),
+        )
+        # What a tenant has, it may have for ever: it replaces that by as much, even if others
+        # have come meanwhile, and it could not grow.
+        return all(
+            count <= 0
+            or may_take(owner, held, taken, most, count)
+            or (freed >= count and taken + count <= most)
+            for held, taken, most, count, freed in needs
+        )

@@ -120,7 +120,8 @@ class Services:
             )
             raise UnavailableError(f"The model is not ready{why}.", retry_after=NOT_READY_RETRY_S)
         record = record_of(request.scope)
-        ticket = Ticket(self.lifecycle, self.metrics, record)
+        principal = principal_of(request)
+        ticket = Ticket(self.lifecycle, self.metrics, record, principal.name)
         announced = request.headers.get("content-length", "")
         num_bytes = int(announced) if announced.isdecimal() and len(announced) < 12 else 0
         try:

@@ -85,7 +85,7 @@ MUTATIONS = [
     Mutation(
         "files: room for uploads is never given back",
         "engine.servers.files.store",
-        "                self.num_arriving -= draft.num_bytes\n",
+        "                self.num_arriving[owner] -= draft.num_bytes\n",
         "                pass\n",
         "tests/unit/test_server_files.py::test_a_full_storage_refuses_and_keeps_nothing",
     ),
@@ -106,8 +106,8 @@ MUTATIONS = [
     Mutation(
         "files: uploads at once may fill the disk",
         "engine.servers.files.store",
-        "self._num_used + self._store.num_arriving, len(data)",
-        "self._num_used, len(data)",
+        "self._store.check_room(self._owner, Used(num_own, num_all), len(data))",
+        "self._store.check_room(self._owner, self._used, len(data))",
         "tests/unit/test_storage.py::test_uploads_that_arrive_together_share_the_room",
     ),
     Mutation(
@@ -134,8 +134,8 @@ MUTATIONS = [
     Mutation(
         "uploads: the final file counts beside its parts",
         "engine.servers.files.uploads",
-        "self._files.upload(num_freed=num_bytes)",
-        "self._files.upload()",
+        "self._files.upload(upload.owner, num_freed=num_bytes)",
+        "self._files.upload(upload.owner)",
         "tests/unit/test_server_uploads.py::test_parts_count_towards_the_storage_limit_once",
     ),
     Mutation(

@@ -61,7 +61,7 @@ MUTATIONS = [
     Mutation(
         "ipc: a request waits for the next engine for ever",
         "engine.backends.custom.frontend.survival",
-        "own = None if self.has_begun else self._left_of(self.request.queue_timeout_s)",
+        "own = None if self.has_begun else self._turn_left",
         "own = None",
         f"{SURVIVAL_TESTS}::test_a_new_request_waits_no_longer_than_its_queue_timeout",
     ),
@@ -89,8 +89,8 @@ MUTATIONS = [
     Mutation(
         "ipc: a revived request draws other random numbers",
         "engine.backends.custom.frontend.survival",
-        "if self._max_revivals and request.params.seed is None:",
-        "if False:",
+        "if not self._max_revivals or request.params.seed is not None:",
+        "if True:",
         f"{SURVIVAL_TESTS}::test_a_revived_request_has_its_tokens_its_seed_and_its_open_choices",
     ),
     Mutation(

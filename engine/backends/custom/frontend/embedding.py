@@ -41,7 +41,7 @@ class _Awaited:
         else:
             code = item.error_code or InferenceError.code
             message = item.error_message or "The request was aborted."
-            self.vector.set_exception(error_from_code(code, message))
+            self.vector.set_exception(error_from_code(code, message, item.retry_after))
 
 
 async def embedded(

@@ -222,7 +222,8 @@ class Generation(GeneratedFeed):
             return []  # the choice already ended at a stop string; these tokens were in flight
         if item.finish_reason == "error":
             code = item.error_code or InferenceError.code
-            raise error_from_code(code, item.error_message or "The request failed.")
+            message = item.error_message or "The request failed."
+            raise error_from_code(code, message, item.retry_after)
         if item.finish_reason == "abort":
             raise InferenceError("The request was aborted.")
         if item.captured is not None and self._on_captured is not None:

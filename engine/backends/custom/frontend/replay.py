@@ -29,7 +29,7 @@ class _Collected:
             elif item.finish_reason in ("abort", "error"):
                 code = item.error_code or InferenceError.code
                 message = item.error_message or "The request was aborted."
-                self.ended.set_exception(error_from_code(code, message))
+                self.ended.set_exception(error_from_code(code, message, item.retry_after))
             else:
                 self.token_ids[item.choice].extend(item.token_ids)
                 self._num_open -= item.finish_reason is not None

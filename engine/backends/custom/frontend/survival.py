@@ -16,6 +16,7 @@ moves only if its engine is not restarted here, and is on trial there as well.
 import asyncio
 import contextlib
 import logging
+import math
 import secrets
 import time
 from array import array
@@ -80,6 +81,8 @@ class OpenRequest:
         self.choices = {choice: array("i") for choice in range(request.params.n)}
         self._surprise_limits: dict[int, float] = {}
         self._submitted_at = time.monotonic()
+        self._busy_s = 0.0  # since then, without waiting for its turn
+        self.is_elsewhere = False  # whether a prefill node has its prompt
         self.is_in_engine = is_in_engine
         self.has_begun = is_in_engine  # whether any engine ever had it
         self.has_progress = False  # whether it generated a token since it was submitted last
@@ -111,8 +114,22 @@ class OpenRequest:
     @property
     def seconds_to_wait(self) -> float:
         """How long the request may wait for an engine."""
-        own = None if self.has_begun else self._left_of(self.request.queue_timeout_s)
+        if self.is_elsewhere:
+            return math.inf if self.seconds_left is None else self.seconds_left
+        own = None if self.has_begun else self._turn_left
         return min(each for each in (MAX_WAIT_S, own, self.seconds_left) if each is not None)
+
+    def come_back(self, queue_s: float) -> None:
+        """The request is back from a prefill node, where it has waited `queue_s` for its turn. All
+        other time there does not count as waiting.
+        """
+        self.is_elsewhere = False
+        self._busy_s = max(0.0, time.monotonic() - self._submitted_at - queue_s)
+
+    @property
+    def _turn_left(self) -> float | None:
+        limit = self.request.queue_timeout_s
+        return self._left_of(None if limit is None else limit + self._busy_s)
 
     def _left_of(self, limit: float | None) -> float | None:
         return None if limit is None else max(0.0, limit - time.monotonic() + self._submitted_at)
@@ -120,7 +137,7 @@ class OpenRequest:
     def resumed(self) -> GenerateRequest:
         """The request as the new engine gets it."""
         if not self.has_begun:
-            left = self._left_of(self.request.queue_timeout_s)
+            left = self._turn_left
             return replace(self.request, timeout_s=self.seconds_left, queue_timeout_s=left)
         choices = tuple(
             Resumed(choice, tuple(tokens), self._surprise_limits.get(choice))
@@ -163,10 +180,7 @@ class OpenRequests:
         the next one.
         """
         assert request.request_id not in self._requests, "two requests have one id"
-        if self._max_revivals and request.params.seed is None:
-            # A revived request must continue with the same random numbers.
-            params = replace(request.params, seed=secrets.randbits(62))
-            request = replace(request, params=params)
+        request = self._with_seed(request)
         try:
             if send is not None:
                 send(request)
@@ -176,6 +190,19 @@ class OpenRequests:
             if not self._max_revivals:
                 raise
         self._rehome(OpenRequest(request, receiver, is_in_engine=False))
+
+    def _with_seed(self, request: GenerateRequest) -> GenerateRequest:
+        """A revived request must continue with the same random numbers."""
+        if not self._max_revivals or request.params.seed is not None:
+            return request
+        return replace(request, params=replace(request.params, seed=secrets.randbits(62)))
+
+    def hold(self, request: GenerateRequest, receiver: Receiver) -> None:
+        """Keep a request whose prompt a prefill node computes, until `release`."""
+        opened = OpenRequest(self._with_seed(request), receiver, is_in_engine=False)
+        opened.is_elsewhere = True
+        self._requests[request.request_id] = opened
+        self._await_engine(opened)
 
     def adopt(self, opened: OpenRequest, send: Send | None) -> None:
         """Continue a request of another engine here."""
@@ -328,8 +355,9 @@ class OpenRequests:
             self._await_engine(opened)
 
     def _await_engine(self, opened: OpenRequest) -> None:
-        loop = asyncio.get_running_loop()
-        opened.expiry = loop.call_later(opened.seconds_to_wait, self._expire, opened)
+        if math.isfinite(seconds := opened.seconds_to_wait):
+            loop = asyncio.get_running_loop()
+            opened.expiry = loop.call_later(seconds, self._expire, opened)
 
     def _expire(self, opened: OpenRequest) -> None:
         if opened.seconds_left == 0.0:

@@ -84,6 +84,7 @@ def merged(run: Sequence[TokenDelta]) -> TokenDelta:
         stop_token_id=last.stop_token_id,
         error_code=last.error_code,
         error_message=last.error_message,
+        retry_after=last.retry_after,
         timeline=last.timeline,
         captured=last.captured,
         num_drafted=sum(delta.num_drafted for delta in run),

@@ -144,6 +144,7 @@ class EngineLoop:
         is_loading = adapters is not None and adapters.is_loading
         if is_pending or is_loading:
             idle_timeout_s = min(idle_timeout_s, COMPILE_POLL_S)
+        self._intake.observe(time.monotonic())
         self._read_inbox(idle_timeout_s if is_idle and not has_images else 0.0)
         now = time.monotonic()
         if has_images:

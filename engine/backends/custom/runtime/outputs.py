@@ -49,6 +49,7 @@ def token_delta(
         prefill_s=now - started_at if is_first else 0.0,
         error_code=error.error_code if error else None,
         error_message=error.message if error else None,
+        retry_after=error.retry_after if error else None,
         prompt_logprobs=tuple(seq.prompt_scores) if is_first and seq.scores_prompt else None,
         # The next token's limit may be known already, if its step was launched.
         surprise_limit=limits[seq.num_generated - 1] if tokens and limits else None,
@@ -134,6 +135,7 @@ def refusal(request_id: str, choice: int, error: EngineError) -> TokenDelta:
         finish_reason="error",
         error_code=error.error_code,
         error_message=error.message,
+        retry_after=error.retry_after,
     )
 
 
@@ -144,7 +146,8 @@ def too_late(is_over: bool, waited_s: float) -> EngineError:
     if is_over:
         return RequestTimeoutError("The request's time limit passed before it was done.")
     return RateLimitError(
-        f"The request waited {waited_s:.0f} s and could not begin; try again later."
+        f"The request waited {waited_s:.0f} s and could not begin; try again later.",
+        retry_after=waited_s,
     )
 
 

@@ -1,13 +1,14 @@
 """The waiting queue. It decides which sequence is admitted next.
 
-Priorities age: a waiting sequence gains one level every AGING_STEPS steps. So urgent requests delay
-other requests only for a bounded time. Within a priority, the tenant that has received the fewest
-tokens is next (`FairShare`). Sequences of the same tenant are admitted in order of arrival.
+A priority below 0 orders only the sequences of its own tenant. One above 0 is a rank: the sequence
+lets those of all tenants with a lower rank go first. Within a rank, the tenant that has received
+the fewest tokens is next (`FairShare`). Sequences of the same tenant and priority are admitted in
+order of arrival. Priorities age: a waiting sequence gains one level every AGING_STEPS steps. So
+urgent requests delay other requests only for a bounded time.
 """
 
 import heapq
-from bisect import insort
-from collections import deque
+from bisect import bisect_right, insort
 from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from collections.abc import Sequence as Listed
 
@@ -23,8 +24,10 @@ NEWCOMER_TOKENS = 64
 # Charges of tenants without waiting sequences are remembered. If there are more such tenants than
 # this, all their charges are dropped, and they count as new tenants.
 MAX_REMEMBERED = 1024
-# Seconds of history from which the wait of a new request is predicted.
-MIN_FORECAST_S, MAX_FORECAST_S = 2.0, 30.0
+# A prompt is much shorter than another one if it has at most this part of its tokens.
+MUCH_SHORTER = 2
+# Waiting sequences that one step passes at most, to find one that it can admit.
+MAX_PASSED = 8
 
 
 class FairShare:
@@ -97,6 +100,71 @@ class Newcomers:
         return max(0, min(NEWCOMER_TOKENS, (budget - len(running)) // 2))
 
 
+class Passing:
+    """Decides which waiting sequences may go before others whose turn it is.
+
+    Prompts in progress, the `running` ones that are not computed, use up a step. Then a sequence is
+    admitted beside them only if its prompt is much shorter than what each of them has left, or if
+    its tenant has none running. So a short prompt does not wait for a long one, and only a few are
+    in progress at a time. Those in progress go on, so nobody is passed for ever. A sequence that
+    finds too few free blocks is passed as well, but only until those that went before it have got
+    as many tokens as it has itself.
+    """
+
+    def __init__(self, running: Iterable[Sequence]) -> None:
+        left = [seq.num_uncomputed for seq in running if seq.num_uncomputed > 1]
+        self._limit = min(left) // MUCH_SHORTER if left else None
+        self._present = {seq.tenant for seq in running}
+        self._num_passed = 0
+        self._blocked: list[Sequence] = []
+
+    def may_enter(self, seq: Sequence, num_new: int) -> bool:
+        """Whether a sequence with `num_new` tokens to compute may be admitted now."""
+        is_newcomer = seq.tenant not in self._present
+        return self._limit is None or is_newcomer or num_new <= self._limit
+
+    def may_pass(self, seq: Sequence, *, is_blocked: bool = False) -> bool:
+        """Whether the next sequence may be tried, although this one can't be admitted. It is
+        blocked if there are too few free blocks for it.
+        """
+        self._num_passed += 1
+        if is_blocked and (seq.is_pinned or seq.num_passed >= len(seq.tokens)):
+            return False
+        if is_blocked:
+            self._blocked.append(seq)
+        return self._num_passed <= MAX_PASSED
+
+    def enter(self, seq: Sequence) -> None:
+        """Note that a sequence was admitted."""
+        for each in self._blocked:
+            each.num_passed += _guess(seq)
+
+
+def prefill_shares(running: Listed[Sequence], budget: int) -> dict[Sequence, int]:
+    """How many tokens each running sequence whose prompt is in progress gets, if there are several.
+    Each gets one. Half of the rest is for prompts that have less left than the most senior one, the
+    shortest first. What these do not need goes to the most senior one, and then to the next.
+    """
+    left = {seq: seq.num_uncomputed for seq in running if seq.num_uncomputed > 1}
+    num_spare = budget - len(running)
+    if len(left) < 2 or num_spare <= 0:
+        return {}
+    most = next(iter(left.values()))
+    shorter = sorted((seq for seq in left if left[seq] < most), key=lambda seq: left[seq])
+    shares = dict.fromkeys(left, 1)
+    num_half = num_spare // 2
+    for seq in shorter:
+        more = min(left[seq] - 1, num_half)
+        shares[seq] += more
+        num_half -= more
+        num_spare -= more
+    for seq in left:
+        more = min(left[seq] - shares[seq], num_spare)
+        shares[seq] += more
+        num_spare -= more
+    return shares
+
+
 def _guess(seq: Sequence) -> int:
     return seq.num_prompt - seq.num_cached + min(seq.max_tokens, GUESSED_TOKENS)
 
@@ -104,14 +172,22 @@ def _guess(seq: Sequence) -> int:
 AGING_STEPS = 1024
 
 
-class WaitingLine:
-    """The waiting sequences. There is a queue for each priority and tenant.
+def _urgency(seq: Sequence) -> tuple[int, int]:
+    """A key that sorts the sequences of one tenant and rank. All of them age at the same rate, so
+    their order does not depend on the present step.
+    """
+    return (seq.priority * AGING_STEPS + seq.submitted_step, seq.arrival)
 
-    Queues are sorted by arrival, so a preempted sequence keeps its seniority.
+
+class WaitingLine:
+    """The waiting sequences. There is a queue for each rank and tenant.
+
+    The place of a sequence follows from its submission, so a preempted sequence keeps its
+    seniority.
     """
 
     def __init__(self) -> None:
-        self._lines: dict[int, dict[str, list[Sequence]]] = {}
+        self._lines: dict[int, dict[str, list[Sequence]]] = {}  # by rank and tenant
         self._share = FairShare()
         self._num_waiting: dict[str, int] = {}  # number of waiting sequences per tenant
         self.num_prompt_tokens = 0  # of all waiting sequences
@@ -138,16 +214,16 @@ class WaitingLine:
             self._share.begin(tenant)
         self._num_waiting[tenant] = self._num_waiting.get(tenant, 0) + 1
         self.num_prompt_tokens += seq.num_prompt
-        line = self._lines.setdefault(seq.priority, {}).setdefault(tenant, [])
-        insort(line, seq, key=lambda s: s.arrival)
+        line = self._lines.setdefault(seq.rank, {}).setdefault(tenant, [])
+        insort(line, seq, key=_urgency)
 
     def remove(self, seq: Sequence) -> None:
-        lines = self._lines[seq.priority]
+        lines = self._lines[seq.rank]
         lines[seq.tenant].remove(seq)
         if not lines[seq.tenant]:
             del lines[seq.tenant]
             if not lines:
-                del self._lines[seq.priority]
+                del self._lines[seq.rank]
         self._num_waiting[seq.tenant] -= 1
         self.num_prompt_tokens -= seq.num_prompt
         if not self._num_waiting[seq.tenant]:
@@ -170,21 +246,55 @@ class WaitingLine:
         The caller may remove each yielded sequence. An admission is charged to its tenant at once,
         which affects the order of the sequences that follow.
         """
-        turns = {priority: _Turns(lines, self._share) for priority, lines in self._lines.items()}
+        turns = {rank: _Turns(lines, self._share) for rank, lines in self._lines.items()}
 
-        def aged(priority: int) -> tuple[int, int]:
-            first = turns[priority].oldest()
-            return (priority - (step - first.submitted_step) // AGING_STEPS, first.arrival)
+        def aged(rank: int) -> tuple[int, int]:
+            first = turns[rank].oldest()
+            return (_aged(first, step), first.arrival)
 
         while turns:
-            priority = min(turns, key=aged) if len(turns) > 1 else next(iter(turns))
-            yield turns[priority].next()
-            if not turns[priority].advance():
-                del turns[priority]
+            rank = min(turns, key=aged) if len(turns) > 1 else next(iter(turns))
+            yield turns[rank].next()
+            if not turns[rank].advance():
+                del turns[rank]
+
+    def num_before(self, tenant: str, priority: int, step: int) -> int:
+        """How many waiting sequences will be admitted before one that this tenant queues now, if
+        no other sequence follows.
+        """
+        rank = max(priority, 0)
+        lines = self._lines.get(rank, {})
+        own = lines.get(tenant, [])
+        count = bisect_right(own, priority * AGING_STEPS + step, key=lambda s: _urgency(s)[0])
+        level = self._share.given(tenant) + sum(map(_charge, own[:count]))
+        for other, line in lines.items():
+            given = self._share.given(other)
+            for seq in line if other != tenant else ():
+                if seq.started_at is None and given > level:
+                    break
+                given += _charge(seq)
+                count += 1
+        for other_rank, others in self._lines.items():
+            if other_rank != rank:
+                aged = (_aged(seq, step) <= rank for line in others.values() for seq in line)
+                count += sum(aged)
+        return count
+
+
+def _aged(seq: Sequence, step: int) -> int:
+    """The rank of a waiting sequence, less the levels that it has gained."""
+    return seq.rank - (step - seq.submitted_step) // AGING_STEPS
+
+
+def _charge(seq: Sequence) -> int:
+    """What the tenant will be charged when the sequence is admitted. A preempted sequence was
+    charged at its first admission.
+    """
+    return _guess(seq) if seq.started_at is None else 0
 
 
 class _Turns:
-    """Iterates over the sequences of one priority in fair order: call `next`, then `advance`."""
+    """Iterates over the sequences of one rank in fair order: call `next`, then `advance`."""
 
     def __init__(self, lines: dict[str, list[Sequence]], share: FairShare) -> None:
         self._share = share
@@ -225,33 +335,6 @@ class _Turns:
         """
         first = self._left[tenant][-1]
         return (first.started_at is None, self._share.given(tenant), first.arrival, tenant)
-
-
-class WaitForecast:
-    """Predicts how long a new sequence will wait, from the rate at which waiting sequences started
-    lately.
-    """
-
-    def __init__(self) -> None:
-        # (time, number of sequences that had started) while others waited, oldest first
-        self._samples: deque[tuple[float, int]] = deque()
-
-    def seconds(self, now: float, num_waiting: int, num_started: int) -> float:
-        """The expected wait. 0 if the queue was empty within the last few seconds. `num_waiting`
-        sequences wait, and `num_started` have ever started.
-        """
-        samples = self._samples
-        if not num_waiting:
-            samples.clear()
-            return 0.0
-        if not samples or now - samples[-1][0] >= MIN_FORECAST_S / 4:
-            samples.append((now, num_started))
-        while now - samples[0][0] > MAX_FORECAST_S:
-            samples.popleft()
-        since, num_before = samples[0]
-        if now - since < MIN_FORECAST_S:
-            return 0.0
-        return num_waiting * (now - since) / max(1, num_started - num_before)
 
 
 class InflightPrefixes:

@@ -72,6 +72,11 @@ class Roster:
         return self._waiting
 
     @property
+    def step(self) -> int:
+        """The number of steps that were planned."""
+        return self._step
+
+    @property
     def num_running(self) -> int:
         return len(self._running)
 

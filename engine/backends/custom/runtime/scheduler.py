@@ -21,6 +21,7 @@ from engine.backends.custom.runtime.outputs import (
     token_delta,
     vector_delta,
 )
+from engine.backends.custom.runtime.queue import Passing, prefill_shares
 from engine.backends.custom.runtime.radix_cache import Match
 from engine.backends.custom.runtime.requests.images import whole_images
 from engine.backends.custom.runtime.roster import Roster
@@ -52,8 +53,13 @@ class Scheduler(Roster):
         budget, kept = self._newcomers.room(
             budget, self._waiting.tenants() if self._free_slots else (), self._running
         )
+        is_crowded = self._is_crowded(budget)
+        if is_crowded:
+            kept = max(kept, (budget - len(self._running)) // 2)
         rows = self._schedule_running(budget - kept, pauses=pauses)
-        self._schedule_waiting(rows, budget - sum(row.length for row in rows), now)
+        self._schedule_waiting(rows, budget - sum(row.length for row in rows), now, is_crowded)
+        if is_crowded:
+            self._top_up(rows, budget - sum(row.length for row in rows))
         if pauses and not rows:  # no prompt can be computed now, so that nothing is gained
             rows = self._schedule_running(budget, pauses=False)
         num_drafting, draft_s = 0, 0.0
@@ -132,9 +138,35 @@ class Scheduler(Roster):
             return None
         return self._grant(seq, length)
 
+    def _is_crowded(self, budget: int) -> bool:
+        """Whether prompts in progress could use up the whole budget, so that none of it would be
+        left for waiting sequences.
+        """
+        if not self._free_slots or not len(self._waiting):
+            return False
+        return sum(seq.num_uncomputed for seq in self._running) >= budget
+
+    def _top_up(self, rows: list[Row], budget: int) -> None:
+        """Make the rows of prompts in progress longer, with what was kept for waiting sequences and
+        not used.
+        """
+        for index, row in enumerate(rows):
+            seq, end = row.seq, row.start + row.length
+            if budget <= 0:
+                return
+            if row.samples or seq.is_scoring or seq.images:
+                continue
+            count = min(seq.num_uncomputed, budget, max(0, seq.room - end), self._room(rows))
+            count = self.kv.row_length(seq, row.start, row.length + count) - row.length
+            if count > 0:
+                grown = self._grant(seq, count)
+                rows[index] = row._replace(length=row.length + count, samples=grown.samples)
+                budget -= count
+
     def _schedule_running(self, budget: int, *, pauses: bool) -> list[Row]:
         rows: list[Row] = []
         running, index = self._running, 0
+        shares = prefill_shares(running, budget)
         new_row = tuple.__new__  # the fastest way to build a named tuple
         while index < len(running):
             seq = running[index]
@@ -156,6 +188,8 @@ class Scheduler(Roster):
             # Leave one token of the budget to each later row, so that every running sequence gets a
             # row.
             count = min(ahead - start, budget - (len(running) - index))
+            if shares:
+                count = min(count, shares.get(seq, count))
             count = self.kv.row_length(seq, start, count)
             if seq.is_scoring:
                 count = min(count, num_scorable(rows))
@@ -174,10 +208,14 @@ class Scheduler(Roster):
             budget -= count
         return rows
 
-    def _schedule_waiting(self, rows: list[Row], budget: int, now: float) -> None:
+    def _schedule_waiting(self, rows: list[Row], budget: int, now: float, is_crowded: bool) -> None:
+        """Admit waiting sequences, and add their rows. If `is_crowded`, the budget is what was kept
+        for prompts that are much shorter than those in progress, and for newcomers.
+        """
         if budget <= 0 or not self._free_slots:
             self.clock.block(BUDGET if self._free_slots else SLOTS)
             return
+        passing = Passing(self._running if is_crowded else ())
         for seq in self._waiting.in_order(self._step):
             if budget <= 0 or not self._free_slots:
                 self.clock.block(BUDGET if self._free_slots else SLOTS)
@@ -198,6 +236,11 @@ class Scheduler(Roster):
                 continue
             max_tokens = min(budget, num_scorable(rows)) if seq.is_scoring else budget
             start = num_matched * self.kv.block_size
+            if not passing.may_enter(seq, len(seq.tokens) - start):
+                self.clock.block(BUDGET)
+                if not passing.may_pass(seq):
+                    return
+                continue
             count = self.kv.row_length(seq, start, min(len(seq.tokens) - start, max_tokens))
             if seq.images:
                 count = whole_images(seq.images, start, count, self._room(rows))
@@ -206,7 +249,10 @@ class Scheduler(Roster):
                     return
             if not self._admit(seq, match, start + count, now):
                 self.clock.block(BLOCKS)
-                return
+                if not passing.may_pass(seq, is_blocked=True):
+                    return
+                continue
+            passing.enter(seq)
             rows.append(self._grant(seq, count))
             budget -= count
 

@@ -109,6 +109,7 @@ class Sequence:
     num_confirmed: int = 0  # tokens whose KV finished steps have written, with finite values
     num_sampling: int = 0  # tokens that launched steps sample and that the host does not know yet
     num_preemptions: int = 0
+    num_passed: int = 0  # tokens of those that were admitted while it found too few free blocks
     num_cached: int = 0  # prompt tokens found in the cache at first admission
     # The running sequence that this sequence waits for, because it will soon publish a block that
     # this sequence needs.
@@ -187,9 +188,16 @@ class Sequence:
         return self.num_preemptions >= MAX_PREEMPTIONS
 
     @property
+    def rank(self) -> int:
+        """The priority among the sequences of all tenants. A client can only let others go first:
+        a priority below 0 orders the requests of its own tenant.
+        """
+        return max(self.priority, 0)
+
+    @property
     def seniority(self) -> tuple[bool, int, int]:
         """A key that sorts running sequences, most senior first."""
-        return (not self.is_pinned, self.priority, self.arrival)
+        return (not self.is_pinned, self.rank, self.arrival)
 
 
 class PendingRequest(msgspec.Struct, frozen=True):

@@ -6,12 +6,10 @@ urgent first. If a batch raises, its requests are computed again one by one. Onl
 raise even alone fail.
 """
 
-import heapq
 import itertools
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -24,12 +22,14 @@ from engine.backends.custom.ipc.transport import Channel
 from engine.backends.custom.runtime.budget import StepCounter
 from engine.backends.custom.runtime.loop import IDLE_POLL_S, NO_ADAPTERS, STATS_INTERVAL_S
 from engine.backends.custom.runtime.outputs import refusal, too_late
+from engine.backends.custom.worker.encoder_queue import EncoderQueue, Waiting
 from engine.core.errors import (
     EngineError,
     InferenceError,
     InvalidRequestError,
     RateLimitError,
 )
+from engine.core.forecast import WaitForecast
 from engine.core.interfaces.request import (
     Abort,
     Control,
@@ -96,18 +96,6 @@ def finished(vectors: NDArray[np.float32], encoder: EncoderConfig) -> NDArray[np
     return unit
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Waiting:
-    """A queued request. The order is by priority, then by arrival."""
-
-    priority: int
-    arrival: int
-    request: GenerateRequest
-    submitted_at: float
-    deadline: float
-    begin_by: float
-
-
 def _control(message: Control) -> ControlReply:
     if message.action == "log_level":
         return ControlReply(message.control_id, True, set_level(message.value))
@@ -141,9 +129,9 @@ class EncoderLoop:
         self._encoder = encoder
         self._channel = channel
         self._max_batch_tokens = max_batch_tokens
-        self._max_queued = max_queued
         self._pulse = pulse or NoPulse()
-        self._queue: list[Waiting] = []  # waiting requests, as a heap
+        self._queue = EncoderQueue(max_queued)
+        self._forecast = WaitForecast()
         self._arrivals = itertools.count()
         self._stopping = False
         self._num_steps = 0
@@ -170,6 +158,7 @@ class EncoderLoop:
         """Run one iteration. If there is no work, it waits up to `idle_timeout_s` for messages."""
         is_idle = not self._queue
         self._beat(not is_idle)
+        self._forecast.observe(time.monotonic(), len(self._queue), self._queue.num_taken)
         self._read_inbox(idle_timeout_s if is_idle else 0.0)
         if self._queue:
             self._beat(True)  # report the start of the batch, so that a hung batch is noticed
@@ -205,7 +194,7 @@ class EncoderLoop:
         deadline = now + request.timeout_s if request.timeout_s is not None else float("inf")
         begin_by = min(deadline, now + (request.queue_timeout_s or float("inf")))
         waiting = Waiting(request.priority, next(self._arrivals), request, now, deadline, begin_by)
-        heapq.heappush(self._queue, waiting)
+        self._queue.add(waiting)
 
     def _find_fault(self, request: GenerateRequest) -> EngineError | None:
         prompt, spec = request.prompt, self._encoder.spec
@@ -214,8 +203,11 @@ class EncoderLoop:
                 "This model turns text into vectors and writes none; ask it for embeddings.",
                 param="model",
             )
-        if len(self._queue) >= self._max_queued and request.resumed is None:
-            return RateLimitError("Too many requests are waiting; try again later.")
+        if request.resumed is None and not self._queue.has_place(request.tenant):
+            return RateLimitError(
+                "Too many requests are waiting; try again later.",
+                retry_after=self._forecast.seconds(len(self._queue)),
+            )
         if not prompt:
             return InvalidRequestError("The input has no tokens.", param="input")
         if not 0 <= min(prompt) <= max(prompt) < spec.vocab_size:
@@ -231,18 +223,13 @@ class EncoderLoop:
         return None
 
     def _abort(self, request_id: str) -> None:
-        kept = [each for each in self._queue if each.request.request_id != request_id]
-        if len(kept) < len(self._queue):
-            heapq.heapify(kept)
-            self._queue = kept
+        if self._queue.remove(lambda each: each.request.request_id == request_id):
             self._send([TokenDelta(request_id, 0, finish_reason="abort")])
 
     def _expire(self, now: float) -> None:
-        late = [each for each in self._queue if each.begin_by <= now]
+        late = self._queue.remove(lambda each: each.begin_by <= now)
         if not late:
             return
-        self._queue = [each for each in self._queue if each.begin_by > now]
-        heapq.heapify(self._queue)
         self._send(
             [
                 refusal(
@@ -261,11 +248,10 @@ class EncoderLoop:
         batch: list[Waiting] = []
         num_tokens = 0
         while self._queue:
-            first = self._queue[0]
-            num_tokens += len(first.request.prompt)
+            num_tokens += len(self._queue.first().request.prompt)
             if batch and num_tokens > self._max_batch_tokens:
                 break
-            batch.append(heapq.heappop(self._queue))
+            batch.append(self._queue.take())
         return batch
 
     def _step(self, batch: list[Waiting]) -> None:

@@ -31,7 +31,9 @@ def make_probe(
     own = (each.probe for each in live if each.tenant == request.tenant)
     held = sum(each.num_bytes for each in own if each is not None)
     if probe.num_bytes and held + probe.num_bytes > MAX_HELD_BYTES:
-        raise RateLimitError("Your other requests capture too much at once; try again later.")
+        raise RateLimitError(
+            "Your other requests capture too much at once; try again later.", retry_after=None
+        )
     return probe
 
 

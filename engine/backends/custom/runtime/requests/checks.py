@@ -5,12 +5,12 @@ that protect other requests are repeated here.
 import numpy as np
 
 from engine.backends.custom.runtime.model_runner import RunnerSpec
-from engine.backends.custom.runtime.queue import WaitForecast
 from engine.backends.custom.runtime.requests.images import fault_in
 from engine.backends.custom.runtime.requests.new_sequences import SequenceMaker
 from engine.backends.custom.runtime.scheduler import Scheduler
 from engine.backends.custom.runtime.sequence import Tokens, packed
 from engine.core.errors import EngineError, InferenceError, InvalidRequestError, RateLimitError
+from engine.core.forecast import WaitForecast
 from engine.core.interfaces.request import GenerateRequest
 
 
@@ -74,15 +74,26 @@ class RequestChecks:
         named += [*request.expected, *(token for word in request.bad_words for token in word)]
         return not named or 0 <= min(named) <= max(named) < self._spec.vocab_size
 
-    def find_wait(self, request: GenerateRequest, now: float) -> EngineError | None:
+    def observe(self, now: float) -> None:
+        """Measure how fast sequences start. The engine calls this in each turn."""
+        self._forecast.observe(now, self._scheduler.num_waiting, self._scheduler.num_started)
+
+    def wait_s(self, request: GenerateRequest) -> float:
+        """How long the request would wait for its first step, if it were queued now."""
+        waiting, step = self._scheduler.waiting, self._scheduler.step
+        return self._forecast.seconds(waiting.num_before(request.tenant, request.priority, step))
+
+    def find_wait(self, request: GenerateRequest) -> EngineError | None:
         """An error if the request would wait longer than it may."""
-        if request.resumed is not None:
+        longest = self._forecast.seconds(self._scheduler.num_waiting)
+        limit_s = request.queue_timeout_s
+        if request.resumed is not None or limit_s is None or longest <= limit_s:
             return None
-        scheduler = self._scheduler
-        expected = self._forecast.seconds(now, scheduler.num_waiting, scheduler.num_started)
-        if request.queue_timeout_s is None or expected <= request.queue_timeout_s:
+        expected = self.wait_s(request)
+        if expected <= limit_s:
             return None
         return RateLimitError(
             f"This request would wait about {expected:.0f} s for its first step, and may wait"
-            f" {request.queue_timeout_s:.0f} s; try again later."
+            f" {limit_s:.0f} s; try again later.",
+            retry_after=expected,
         )

@@ -205,7 +205,9 @@ class ImageAccount:
         whole = sum(num_bytes for _, num_bytes in counted)
         own = sum(num_bytes for tenant, num_bytes in counted if tenant == request.tenant)
         if whole + needed > self._max_bytes or own + needed > most:
-            return RateLimitError("Too many images are waiting or in use; try again later.")
+            return RateLimitError(
+                "Too many images are waiting or in use; try again later.", retry_after=None
+            )
         return None
 
 

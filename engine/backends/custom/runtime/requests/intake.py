@@ -27,12 +27,15 @@ from engine.core.errors import (
     RateLimitError,
     RequestTimeoutError,
 )
+from engine.core.forecast import may_take
 from engine.core.interfaces.request import GenerateRequest, TokenDelta
 
 if TYPE_CHECKING:
     from engine.backends.custom.runtime.groups.adapter_places import AdapterPlaces
 
 log = logging.getLogger(__name__)
+
+LOADING_GRACE_S = 1.0
 
 
 class Intake:
@@ -69,6 +72,10 @@ class Intake:
         """Number of requests that wait for a grammar, images or an adapter."""
         return len(self._pending)
 
+    def observe(self, now: float) -> None:
+        """Measure how fast sequences start. The engine calls this in each turn."""
+        self._checks.observe(now)
+
     def submit(self, request: GenerateRequest, now: float) -> list[TokenDelta]:
         """Queue every choice of a request. Returns an empty list or, if the request is refused, a
         final delta with the error for each choice.
@@ -76,13 +83,16 @@ class Intake:
         prompt = self._checks.packed(request.prompt)
         error = self._find_no_room(request) or self._find_lack(request)
         error = error or self._checks.find_fault(request, prompt)
-        error = error or self._checks.find_wait(request, now)
+        error = error or self._checks.find_wait(request)
         choices = _choices(request)
         if error is not None:
             return refusals(request, choices, error)
         assert prompt is not None
         if request.grammar is None and not request.images and request.adapter is None:
-            self._enqueue(ReadyRequest(request, prompt, choices, now), now)
+            try:
+                self._enqueue(ReadyRequest(request, prompt, choices, now), now)
+            except EngineError as refused:
+                return refusals(request, choices, refused)
             return []
         matcher = None
         if request.grammar is not None:
@@ -194,11 +204,16 @@ class Intake:
 
     def _enqueue(self, ready: ReadyRequest, now: float) -> None:
         group: list[Sequence] = []
-        for seq in self._maker.sequences(ready, now):
-            self._scheduler.add(seq)
-            group.append(seq)
+        try:
+            for seq in self._maker.sequences(ready, now):
+                self._scheduler.add(seq)
+                group.append(seq)
+        except Exception:
+            # If one choice can't be queued, none of them runs.
+            self._scheduler.abort(ready.request.request_id, None, now)
+            raise
         self._scheduler.has_adapters |= ready.place > 0
-        for when in ready.deadlines():
+        for when in ready.deadlines(now):
             if when is not None:
                 heapq.heappush(self._deadlines, (when, group[0].arrival, group))
         self._drop_ended()
@@ -214,7 +229,12 @@ class Intake:
             is_over = when == group[0].deadline
             if not is_over and any(seq.started_at is not None for seq in group):
                 continue
-            error = too_late(is_over, now - group[0].submitted_at)
+            if not is_over and any(seq.load is not None for seq in group):
+                # It waits for blocks of a tier, and not for its turn.
+                later = now + LOADING_GRACE_S
+                heapq.heappush(self._deadlines, (later, group[0].arrival, group))
+                continue
+            error = too_late(is_over, now - group[0].queued_at)
             live = [seq for seq in group if seq.finish_reason is None]
             ended += [self._scheduler.fail(seq, error, now) for seq in live]
         return ended
@@ -229,9 +249,11 @@ class Intake:
 
     def _find_no_room(self, request: GenerateRequest) -> EngineError | None:
         """An error if too much is waiting."""
-        is_full = self._scheduler.num_waiting + self.num_pending >= self._max_queued
-        if is_full and request.resumed is None:
-            return RateLimitError("Too many requests are waiting; try again later.")
+        if request.resumed is None and not self._has_place(request.tenant):
+            return RateLimitError(
+                "Too many requests are waiting; try again later.",
+                retry_after=self._checks.wait_s(request),
+            )
         if not request.images:
             return None
         return None if self._account is None else self._account.find_fault(request, self._held())
@@ -244,6 +266,13 @@ class Intake:
         queued = {seq.request_id: seq for seq in self._scheduler.sequences() if seq.images}
         for seq in queued.values():  # choices share their images
             yield seq.tenant, held_bytes(seq.images)
+
+    def _has_place(self, tenant: str) -> bool:
+        """Whether one more request of the tenant may wait."""
+        own = sum(each.request.tenant == tenant for each in self._pending.values())
+        own += self._scheduler.waiting.counts().get(tenant, 0)
+        num_taken = self._scheduler.num_waiting + self.num_pending
+        return may_take(tenant, own, num_taken, self._max_queued)
 
     def _find_lack(self, request: GenerateRequest) -> EngineError | None:
         """An error if the request needs what this engine does not have."""

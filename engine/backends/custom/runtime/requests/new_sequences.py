@@ -36,11 +36,14 @@ class ReadyRequest(msgspec.Struct, frozen=True):
     images: tuple[PlacedImage, ...] = ()
     place: int = 0  # of its adapter
 
-    def deadlines(self) -> tuple[float | None, float | None]:
-        """When the request must have ended, and when it must have begun if that is earlier."""
+    def deadlines(self, queued_at: float) -> tuple[float | None, float | None]:
+        """When the request must have ended, and when it must have begun if that is earlier. The
+        time before `queued_at`, in which it waited for its grammar, its images or its adapter, is
+        no waiting for its turn.
+        """
         request, now = self.request, self.submitted_at
         deadline = None if request.timeout_s is None else now + request.timeout_s
-        begin_by = None if request.queue_timeout_s is None else now + request.queue_timeout_s
+        begin_by = None if request.queue_timeout_s is None else queued_at + request.queue_timeout_s
         if begin_by is not None and deadline is not None and begin_by >= deadline:
             begin_by = None
         return deadline, begin_by
@@ -103,7 +106,7 @@ class SequenceMaker:
             priority=request.priority,
             arrival=next(self._arrivals),
             submitted_at=ready.submitted_at,
-            deadline=ready.deadlines()[0],
+            deadline=ready.deadlines(queued_at)[0],
             constraint=None if matcher is None else Constraint.after(matcher, before.token_ids),
             pools=request.pools,
             images=ready.images,
