@@ -85,7 +85,6 @@ def merged(run: Sequence[TokenDelta]) -> TokenDelta:
         error_code=last.error_code,
         error_message=last.error_message,
         timeline=last.timeline,
-        captured=last.captured,
         num_drafted=sum(delta.num_drafted for delta in run),
         num_accepted=sum(delta.num_accepted for delta in run),
     )
