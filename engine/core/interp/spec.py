@@ -13,7 +13,7 @@ MAX_POSITIONS = 65_536
 MAX_VECTOR = 2**20
 MAX_TOP = 100
 # Of a whole request
-MAX_ALL_POSITIONS = 2**18
+MAX_ALL_POSITIONS = 2**16
 MAX_ALL_NUMBERS = 2**20
 
 Index = Annotated[int, Field(ge=-(2**24), le=2**24)]
@@ -146,14 +146,15 @@ def parse_interp(raw: Any) -> InterpSpec:
 
 def _check_lengths(raw: dict[str, Any]) -> None:
     """Bound all lists of a request together, before they are validated one by one."""
-    parts = [raw, *(raw.get(name) for name in ("lens", "attention", "features"))]
+    given: list[Any] = [raw, *(raw.get(name) for name in ("lens", "attention", "features"))]
     for name in ("capture", "edit"):
-        parts += raw[name] if isinstance(raw.get(name), list) else []
-    parts = [part for part in parts if isinstance(part, dict)]
+        given += raw[name] if isinstance(raw.get(name), list) else []
+    parts: list[dict[str, Any]] = [part for part in given if isinstance(part, dict)]
     parts += [part["from"] for part in parts if isinstance(part.get("from"), dict)]
     limits = {"positions": MAX_ALL_POSITIONS, "vector": MAX_ALL_NUMBERS}
     for field, most in limits.items():
-        total = sum(len(part[field]) for part in parts if isinstance(part.get(field), list))
+        lists = [part[field] for part in parts if isinstance(part.get(field), list)]
+        total = sum(map(len, lists))
         if total > most:
             raise InvalidRequestError(
                 f"interp: all `{field}` have {total:,} numbers together, and may have {most:,}.",

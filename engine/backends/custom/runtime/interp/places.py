@@ -100,11 +100,13 @@ class Kept:
     def values(self, places: I32) -> F32 | None:
         """The values at positions, which are sorted. None if one of them was not captured."""
         where = self.where
-        index = places - where.first if where.places is None else None
-        if index is None:
-            index = np.searchsorted(where.places, places)  # type: ignore[arg-type]
+        if where.places is None:
+            index = places - np.int32(where.first)
+        else:
+            index = np.searchsorted(where.places, places).astype(np.int32)
         if self._rows is None or not self.is_known[index].all():
             return None
-        if index[-1] - index[0] + 1 == len(index):  # no copy
-            return self._rows[index[0] : index[-1] + 1]
-        return self._rows[index]
+        first, last = int(index[0]), int(index[-1])
+        is_run = last - first + 1 == len(index)
+        found: F32 = self._rows[first : last + 1] if is_run else self._rows[index]
+        return found

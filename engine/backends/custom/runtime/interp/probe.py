@@ -248,9 +248,14 @@ class Probe:
                 )
             vector_of = {place: first + offset for offset, place in enumerate(places)}
         where = placed(index, edit.span, self._num_prompt, self._num_tokens)
-        count = len(self._vectors) - first
-        vectors = {"first_vector": first, "num_vectors": count, "vector_of": vector_of}
-        return dataclasses.replace(where, kind=_KINDS[edit.kind], scale=edit.scale, **vectors)
+        return dataclasses.replace(
+            where,
+            kind=_KINDS[edit.kind],
+            scale=edit.scale,
+            first_vector=first,
+            num_vectors=len(self._vectors) - first,
+            vector_of=vector_of,
+        )
 
 
 def with_layers(request: InterpRequest, sites: tuple[Site, ...]) -> InterpRequest:

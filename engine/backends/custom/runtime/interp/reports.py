@@ -113,7 +113,7 @@ def _pieces(
 ) -> Iterator[TokenDelta]:
     described = [(name, _DTYPES[values.dtype], values.shape) for name, values in tensors]
     parts = [memoryview(packed_header(described, metadata))]
-    parts += [memoryview(np.ascontiguousarray(each)).cast("B") for _, each in tensors if each.size]
+    parts += [memoryview(np.ascontiguousarray(each).data).cast("B") for _, each in tensors if each.size]
     piece, sent = bytearray(), 0
     for part in parts:
         while part:
