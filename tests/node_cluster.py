@@ -17,9 +17,21 @@ from engine.routing.nodes.dial import endpoint_of
 from engine.routing.nodes.manager import NodeManager
 from engine.routing.nodes.pool import NodePool
 from engine.servers.http.protocol import http_server
-from tests.toy_backend import WORKER, ToyBackend
+from tests.toy_backend import TEXT, WORKER, ToyBackend
 
 TOKEN = "a-token-that-nodes-share"
+
+
+class NoEngine(ToyBackend):
+    """A server without an engine of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._link = NodePool(None, "", max_revivals=8)
+
+    async def start(self) -> str:
+        self._files, self._text = "", TEXT
+        return "nodes://"
 
 
 async def until(condition: Any, seconds: float = 30.0) -> None:

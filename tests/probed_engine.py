@@ -1,6 +1,5 @@
 """An engine in this thread, for tests of interpretability requests."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from engine.backends.custom.worker.loading import load_runner
 from engine.backends.custom.worker.main import build_loop, planned
 from engine.core.interfaces.interp import Capture, Edit, InterpRequest
 from engine.core.interfaces.request import Abort, GenerateRequest, SamplingParams, TokenDelta
-from engine.core.tensor_file import unpack_tensors
+from engine.core.interp.results import Result
 
 
 class Answer:
@@ -29,11 +28,16 @@ class Answer:
         self.facts: dict[str, Any] = {}
         self.captured: dict[str, np.ndarray] = {}
         self.positions: dict[str, list[int]] = {}
+        self.lens: list[dict[str, Any]] = []
+        self.data = b"".join(each.captured for each in deltas if each.captured is not None)
         if last.captured is None:
             return
-        tensors, metadata = unpack_tensors(last.captured)
-        self.facts = json.loads(metadata["interp"])
-        values = {t.name: np.frombuffer(t.data, np.float32).reshape(t.shape) for t in tensors}
+        result = Result(self.data)
+        self.facts, self.lens = result.facts, result.lens
+        values = {
+            name: np.frombuffer(each.data, np.float32).reshape(each.shape)
+            for name, each in result.tensors.items()
+        }
         for entry in [*self.facts["captures"], *self.facts.get("attention", ())]:
             self.captured[entry["site"]] = values[entry["tensor"]]
             self.positions[entry["site"]] = entry["positions"]

@@ -50,13 +50,15 @@ class RequestsSettings(Section):
 class InterpSettings(Section):
     """Requests that read or change activations, and what they store."""
 
-    max_capture_mb: int = Field(default=64, ge=1, le=65_536)
-    """Max MiB of activations that one request may capture."""
+    max_capture_mb: int = Field(default=128, ge=1, le=65_536)
+    """Max MiB that one request may take for what it reads, changes and sends back. It is computed
+    before the request runs."""
     max_stored_mb: int = Field(default=256, ge=1, le=65_536)
-    """Max MiB of results that one tenant stores; beyond it, its oldest result is deleted."""
+    """Max MiB of results that one tenant stores; beyond it, its oldest result is deleted. All
+    tenants together store at most four times as much."""
     result_ttl_s: float = Field(default=600.0, gt=0, le=86_400)
     """Seconds after which a stored result is deleted."""
-    inline_kb: int = Field(default=256, ge=0, le=65_536)
+    inline_kb: int = Field(default=256, ge=0, le=2_048)
     """Results of up to this many KiB are sent in the answer; larger ones by their id."""
     vectors_dir: Path | None = None
     """Directory of named vectors; unset, `vectors` in the storage directory."""

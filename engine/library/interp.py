@@ -61,7 +61,7 @@ class Reading:
         facts = {} if result is None else result.facts
         self.token_ids: list[int] = facts.get("token_ids", [])
         self.num_prompt: int = facts.get("num_prompt", 0)
-        self.lens: list[dict[str, Any]] = facts.get("lens", [])
+        self.lens: list[dict[str, Any]] = [] if result is None else result.lens
         self.attribution: dict[str, Any] | None = facts.get("attribution")
 
     def value(self, site: str) -> F32:
@@ -304,9 +304,17 @@ class Remote:
         if told is None:
             return Reading(made["id"], text, None, str)
         names = dict(zip(told["token_ids"], told["tokens"], strict=True))
-        names |= {top["id"]: top["token"] for row in told.get("lens", ()) for top in row["top"]}
         result = Result(self._send(f"/v1/interp/results/{told['id']}"))
-        return Reading(told["id"], text, result, names.__getitem__)
+        return Reading(told["id"], text, result, lambda token: self._name(names, token))
+
+    def _name(self, names: dict[int, str], token_id: int) -> str:
+        if token_id not in names:
+            asked: dict[str, Any] = {"tokens": [token_id]}
+            if self._model is not None:
+                asked["model"] = self._model
+            told = json.loads(self._send("/detokenize", json.dumps(asked).encode()))
+            names[token_id] = told["prompt"]
+        return names[token_id]
 
     def _send(self, path: str, body: bytes | None = None) -> bytes:
         headers = {"Content-Type": "application/json"}

@@ -184,6 +184,10 @@ class Lane:
         params = request.context.params
         if any(getattr(params, name) != getattr(_DEFAULT_PARAMS, name) for name in lacks):
             return "unsupported"
+        interp = request.context.interp
+        edits = interp is not None and interp.edits
+        if edits and not any("interp" in card.capabilities for card in cards):
+            return "unsupported"
         held = [*self._open, *self._waiting, *self._running.values()]
         num_chars = sum(each.num_chars for each in held)
         has_room = len(held) < self._max_held and num_chars + _size(request) <= MAX_HELD_CHARS
@@ -297,13 +301,8 @@ def _ask(backend: InferenceBackend, request: Request, timeout_s: float) -> Async
     """Send the copy under a new request id, because the same backend may also have answered the
     original request.
     """
-    context = msgspec.structs.replace(
-        request.context,
-        request_id=f"shadow-{request.context.request_id}",
-        timeout_s=timeout_s,
-        on_prompt=None,
-        notes=None,
-    )
+    context = request.context
+    context = context.copied(f"shadow-{context.request_id}", timeout_s=timeout_s)
     copy = msgspec.structs.replace(request, context=context)
     return backend.chat(copy) if isinstance(copy, ChatRequest) else backend.complete(copy)
 

@@ -123,7 +123,7 @@ def test_large_results_are_fetched_by_their_owner(clients: Any) -> None:
         ({"edit": [{"site": SITE, "op": "add", "vector": [1.0, 2.0]}]}, 400),
         ({"edit": [{"site": SITE, "op": "add", "vector": "unknown"}]}, 404),
         ({"edit": [{"site": SITE, "op": "add", "vector": "../../keys"}]}, 400),
-        ({"capture": [{"site": f"blocks.{n}.mlp.hook_post"} for n in range(30)]}, 413),
+        ({"capture": [{"site": f"blocks.{n}.mlp.hook_post"} for n in range(30)]}, 400),
         ({"edit": [{"site": SITE, "op": "eval"}]}, 400),
         ("code", 400),
     ],

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from engine.backends.custom.adapters.reading import open_adapter
 from engine.backends.custom.architectures.sites import site_name
@@ -22,7 +23,13 @@ from engine.core.interfaces.interp import (
     Lens,
     Span,
 )
-from engine.core.interfaces.request import Abort, AdapterRef, GenerateRequest
+from engine.core.interfaces.request import (
+    Abort,
+    AdapterRef,
+    GenerateRequest,
+    Resumed,
+    TokenDelta,
+)
 from tests.lora_files import peft_folder
 from tests.parity import tiny_models
 from tests.parity.hooked import Hooked
@@ -163,6 +170,67 @@ def test_any_schedule_gives_the_captures_of_the_run_alone(
     engine.close()
 
 
+def everything(engine: ProbedEngine, layer: int = 2) -> InterpRequest:
+    """All sites at all positions, and all that is derived from them."""
+    sites = tuple(Capture(site.name) for site in engine.runner.sites)
+    return InterpRequest(sites, lens=Lens((), 4), attention=Attention((layer,)))
+
+
+def preempt_all(engine: ProbedEngine) -> None:
+    for seq in list(engine.loop.scheduler.running):
+        engine.loop.scheduler._preempt(seq)
+
+
+def step_until(engine: ProbedEngine, name: str, num_tokens: int) -> None:
+    while len(engine.answers().get(name, Answer([TokenDelta(name, 0)])).tokens) < num_tokens:
+        engine.loop.turn(0.0)
+
+
+def finished(engine: ProbedEngine, name: str) -> Answer:
+    while engine.loop.scheduler.has_work:
+        engine.loop.turn(0.0)
+    return engine.answers()[name]
+
+
+@pytest.mark.parametrize("has_cache", [False, True])
+def test_a_preempted_request_captures_what_an_undisturbed_one_does(
+    saved: Any, alone: ProbedEngine, has_cache: bool
+) -> None:
+    each = request("r", tiny_models.text(20), interp=everything(alone), num_new=9, logprobs=1)
+    expected = alone.run(each)["r"]
+    engine = ProbedEngine(saved[1], "native", max_batch_tokens=16, cache_enabled=has_cache)
+    engine.submit(each)
+    for num_tokens in (1, 4, 5):
+        step_until(engine, "r", num_tokens)
+        preempt_all(engine)
+    found = finished(engine, "r")
+    engine.close()
+    assert engine.loop.scheduler.num_preemptions == 3
+    assert_same(found, expected, "r")
+    assert found.lens == expected.lens
+
+
+@pytest.mark.parametrize("num_known", [1, 4, 8])
+@pytest.mark.parametrize("has_cache", [False, True])
+def test_a_revived_request_captures_what_an_undisturbed_one_does(
+    saved: Any, alone: ProbedEngine, has_cache: bool, num_known: int
+) -> None:
+    """The tokens that an engine generated before it died are computed by the next one."""
+    each = request("r", tiny_models.text(20), interp=everything(alone), num_new=9, logprobs=1)
+    expected = alone.run(each)["r"]
+    engine = ProbedEngine(saved[1], "native", max_batch_tokens=16, cache_enabled=has_cache)
+    known = tuple(expected.tokens[:num_known])
+    if has_cache:  # another request has left all of its tokens in the cache
+        engine.run(request("other", [*each.prompt, *expected.tokens], num_new=1))
+    found = engine.run(replace(each, resumed=(Resumed(0, known),)))["r"]
+    engine.close()
+    assert found.tokens == expected.tokens[num_known:]
+    assert found.positions == expected.positions
+    for site, values in expected.captured.items():
+        np.testing.assert_array_equal(found.captured[site], values, err_msg=site)
+    assert found.lens == expected.lens
+
+
 def test_lens_attention_and_attribution_agree_with_the_model(saved: Any) -> None:
     theirs, path = saved
     tokens = tiny_models.text(12)
@@ -183,13 +251,13 @@ def test_lens_attention_and_attribution_agree_with_the_model(saved: Any) -> None
         expected = weights[layer][0].transpose(0, 1).numpy()
         np.testing.assert_allclose(ours, expected, atol=1e-5)
     head = theirs.lm_head
-    for row in answer.facts["lens"]:
+    for row in answer.lens:
         stream = hooked.values[site_name(row["layer"], "resid_post")][row["position"]]
         expected_row = head(theirs.model.norm(stream)).log_softmax(-1)
         top = expected_row.topk(4)
         assert [token for token, _ in row["top"]] == top.indices.tolist()
         np.testing.assert_allclose([p for _, p in row["top"]], top.values.detach(), atol=1e-4)
-    assert len(answer.facts["lens"]) == 3 * len(tokens)
+    assert len(answer.lens) == 3 * len(tokens)
     told = answer.facts["attribution"]
     assert told["total"] == pytest.approx(float(logits[-1, 7]), abs=1e-4)
 
@@ -214,7 +282,7 @@ def test_lens_and_attribution_of_an_adapter_are_those_of_its_logits(
         assert answer.error is None, answer.error
         totals[target] = answer.facts["attribution"]["total"]
     engine.close()
-    lens = dict(answer.facts["lens"][0]["top"])
+    lens = dict(answer.lens[0]["top"])
     found = answer.logprobs[0]
     for token, logprob in zip(found.top_ids, found.top_logprobs, strict=True):
         assert lens[token] == pytest.approx(logprob, abs=1e-4)
@@ -234,7 +302,7 @@ def test_lens_and_attribution_of_an_adapter_are_those_of_its_logits(
             "INVALID_REQUEST",
         ),
         (InterpRequest(edits=(Edit("blocks.0.attn.hook_rot_q", "scale"),)), "INVALID_REQUEST"),
-        (InterpRequest((Capture("hook_embed"),), max_bytes=64), "PAYLOAD_TOO_LARGE"),
+        (InterpRequest((Capture("hook_embed"),), max_bytes=64), "INVALID_REQUEST"),
         (InterpRequest(attention=Attention((0,), (99,))), "INVALID_REQUEST"),
         (
             InterpRequest(edits=(steered(scale=3e38),)),

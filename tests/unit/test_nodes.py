@@ -30,22 +30,9 @@ from engine.routing.nodes import node as node_module
 from engine.routing.nodes.agent import RefusedError
 from engine.routing.nodes.dial import check, dial, endpoint_of, read_token
 from engine.routing.nodes.manager import EJECTED_AFTER_S, NodeManager
-from engine.routing.nodes.pool import LOCAL, NodePool
+from engine.routing.nodes.pool import LOCAL
 from engine.routing.nodes.wire import MAX_UNSENT_BYTES, Beat, Connection, Name, ToNode
-from tests.node_cluster import TOKEN, node, routed, until
-from tests.toy_backend import TEXT, ToyBackend
-
-
-class NoEngine(ToyBackend):
-    """A server without an engine of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._link = NodePool(None, "", max_revivals=8)
-
-    async def start(self) -> str:
-        self._files, self._text = "", TEXT
-        return "nodes://"
+from tests.node_cluster import TOKEN, NoEngine, node, routed, until
 
 
 def prompt(number: int, length: int = 12) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import typing
 from typing import Any
 
 import msgspec
@@ -10,12 +11,15 @@ from prometheus_client import CollectorRegistry
 
 from engine.core.errors import UnavailableError
 from engine.core.interfaces.backend import (
+    LISTENERS,
     ChatRequest,
     FinishEvent,
     GenerationContext,
     TextEvent,
     UsageEvent,
 )
+from engine.core.interfaces.interp import Capture, Edit, InterpRequest, Lens
+from engine.core.interfaces.notes import RequestNotes
 from engine.core.interfaces.request import SamplingParams
 from engine.routing import shadow as shadow_module
 from engine.routing.metrics import ShadowMetrics
@@ -240,3 +244,31 @@ async def test_stopping_forgets_what_is_under_way():
     await each.settle()
     assert len(each.backend.requests) == 1
     await each.shadow.stop()
+
+
+async def test_nobody_hears_of_a_copy():
+    """Every field by which a client hears of its request is left out of the copy, and so is what
+    the request reads. What changes the answer stays.
+    """
+    heard = [
+        name
+        for name, hint in typing.get_type_hints(GenerationContext).items()
+        if "Callable" in str(hint) or "RequestNotes" in str(hint)
+    ]
+    assert sorted(heard) == sorted(LISTENERS)
+    edit = Edit("hook_embed", "scale", 0.5)
+    each, called = Shadowed(), []
+    listeners = {name: called.append for name in LISTENERS if name != "notes"}
+    request = each.request()
+    interp = InterpRequest((Capture("hook_embed"),), (edit,), lens=Lens((0,), 1))
+    context = msgspec.structs.replace(
+        request.context, notes=RequestNotes(), interp=interp, **listeners
+    )
+    mirror = each.shadow.mirror("m", msgspec.structs.replace(request, context=context))
+    for event in (TextEvent(0, "x", 1), FinishEvent(0, "stop"), USAGE):
+        mirror.primary(event)
+    await each.settle()
+    (sent,) = each.backend.requests
+    assert [getattr(sent.context, name) for name in LISTENERS] == [None] * len(LISTENERS)
+    assert sent.context.interp == InterpRequest(edits=(edit,))
+    assert called == []

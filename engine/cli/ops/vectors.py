@@ -110,7 +110,7 @@ def export(
 ) -> None:
     """Export a vector as a GGUF control vector (for llama.cpp), or as safetensors."""
     from engine.core.interp.features import matrix
-    from engine.core.tensor_file import pack_tensors
+    from engine.core.tensor_file import StoredTensor, pack_tensors
     from engine.library.steering import write_gguf
 
     tensors, facts = _store(config).load(name)
@@ -118,7 +118,8 @@ def export(
         vectors = {each.name: matrix(each) for each in tensors.values()}
         write_gguf(path, vectors, facts.get("model", ""))
     elif path.suffix == ".safetensors":
-        path.write_bytes(pack_tensors(list(tensors.values()), facts))
+        whole = [StoredTensor(t.name, t.dtype, t.shape, t.data) for t in tensors.values()]
+        path.write_bytes(pack_tensors(whole, facts))
     else:
         raise ConfigError(f"{path}: the name must end in .gguf or .safetensors")
     output().print(str(path), highlight=False)

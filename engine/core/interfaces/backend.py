@@ -150,6 +150,20 @@ class GenerationContext(msgspec.Struct, frozen=True, kw_only=True):
     # Called at the end with what the request read: the bytes of a safetensors file.
     on_captured: Callable[[bytes], None] | None = None
 
+    def copied(self, request_id: str, **changes: Any) -> "GenerationContext":
+        """The context of a copy of the request. Nobody hears of the copy: what listens to the
+        original, and what the original reads inside the model, are left out. Its edits remain.
+        """
+        interp = None if self.interp is None else self.interp.only_edits()
+        silent: dict[str, Any] = dict.fromkeys(LISTENERS)
+        return msgspec.structs.replace(
+            self, request_id=request_id, interp=interp, **silent | changes
+        )
+
+
+# The fields of a context by which those who sent the request hear of it.
+LISTENERS = ("on_prompt", "on_progress", "notes", "on_captured")
+
 
 class ToolChoice(msgspec.Struct, frozen=True):
     mode: Literal["none", "auto", "required", "named"] = "auto"

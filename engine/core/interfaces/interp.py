@@ -93,8 +93,14 @@ class InterpRequest(msgspec.Struct, frozen=True):
     lens: Lens | None = None
     attention: Attention | None = None
     attribution: Attribution | None = None
-    max_bytes: int = 64 * 2**20  # of all that is captured
+    max_bytes: int = 128 * 2**20  # of all that the request reads, changes and sends back
+    # How many features of an autoencoder the frontend tells of each position of the last capture
+    features_top: int = 0
 
     @property
     def reads(self) -> bool:
         return bool(self.captures or self.lens or self.attention or self.attribution)
+
+    def only_edits(self) -> "InterpRequest | None":
+        """What changes the answer. None if nothing does."""
+        return InterpRequest(edits=self.edits, max_bytes=self.max_bytes) if self.edits else None

@@ -291,10 +291,12 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_drafted: int = 0
     num_accepted: int = 0
     timeline: Timeline | None = None  # set on the last delta of a choice that was queued
-    # What the choice read inside the model, as a safetensors file. Set on its last delta.
+    # A piece of what the choice read inside the model, which is a safetensors file. The last piece
+    # is in the choice's last delta; the deltas of the others have nothing else.
     captured: bytes | None = None
     # With finish_reason "error": the seconds after which the client should try again
     retry_after: float | None = None
+    captured_at: int = 0  # where the piece begins; 0 begins the file anew
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):

@@ -3,7 +3,7 @@
 import base64
 import json
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import prod
 from typing import Any
 
@@ -28,9 +28,11 @@ class Result:
         for entry in self.facts["captures"]:
             yield entry["site"], entry["positions"], self.tensors[entry["tensor"]]
 
-    def rows(self, site: str, wanted: Any) -> tuple[list[int], list[bytes]]:
+    def rows(
+        self, site: str, wanted: Any, count: Callable[[int], None] = lambda num_bytes: None
+    ) -> tuple[list[int], list[bytes]]:
         """The captured positions of a site, and the values of each. `wanted` are positions, "all"
-        or "last".
+        or "last". `count` is called with the bytes of the values before they are copied.
         """
         for name, places, tensor in self.captures:
             if name != site:
@@ -41,18 +43,42 @@ class Result:
                 wanted = places
             num_prompt = self.facts["num_prompt"]
             chosen = [each + num_prompt if each < 0 else each for each in wanted]
-            missing = [each for each in chosen if each not in places]
-            if missing:
+            index = {place: number for number, place in enumerate(places)}
+            if not all(each in index for each in chosen):
                 break
             size = 4 * prod(tensor.shape[1:])
-            starts = [size * places.index(each) for each in chosen]
-            return chosen, [tensor.data[start : start + size] for start in starts]
+            count(size * len(chosen))
+            starts = [size * index[each] for each in chosen]
+            return chosen, [bytes(tensor.data[start : start + size]) for start in starts]
         raise InvalidRequestError(
             f"interp: the result has no values of {site} at these positions.", param="interp"
         )
 
+    @property
+    def lens(self) -> list[dict[str, Any]]:
+        """For each layer and position: the ids and log-probabilities of the likeliest tokens."""
+        told = self.facts.get("lens")
+        if told is None:
+            return []
+        tokens, logprobs = self.tensors["lens.tokens"], self.tensors["lens.logprobs"]
+        top = tokens.shape[2]
+        ids, scores = array("i", bytes(tokens.data)), array("f", bytes(logprobs.data))
+        places = [(layer, place) for layer in told["layers"] for place in told["positions"]]
+        return [
+            {
+                "layer": layer,
+                "position": place,
+                "top": list(
+                    zip(ids[start : start + top], scores[start : start + top], strict=True)
+                ),
+            }
+            for start, (layer, place) in zip(range(0, top * len(places), top), places, strict=True)
+        ]
+
     def body(self, encoding: str) -> dict[str, Any]:
-        """The result as JSON, with all values. `encoding` is "float" or "base64"."""
+        """The result as JSON, with all values. `encoding` is "float", "base64" or "none". With
+        "none", it has the shapes of tensors instead of their values.
+        """
         made: dict[str, Any] = {
             "num_prompt": self.facts["num_prompt"],
             "token_ids": self.facts["token_ids"],
@@ -61,9 +87,13 @@ class Result:
                 for site, places, tensor in self.captures
             ],
         }
-        for name in ("lens", "attribution"):
-            if name in self.facts:
-                made[name] = self.facts[name]
+        if "attribution" in self.facts:
+            made["attribution"] = self.facts["attribution"]
+        if "lens" in self.facts:
+            shape = self.tensors["lens.tokens"].shape
+            made["lens"] = (
+                self.facts["lens"] | {"shape": shape} if encoding == "none" else self.lens
+            )
         if "attention" in self.facts:
             made["attention"] = [
                 {"site": each["site"], "positions": each["positions"]}
@@ -71,10 +101,6 @@ class Result:
                 for each in self.facts["attention"]
             ]
         return made
-
-    def summary(self) -> dict[str, Any]:
-        """As `body`, but with the shapes of tensors instead of their values."""
-        return self.body("none")
 
 
 def _values(tensor: StoredTensor, encoding: str) -> dict[str, Any]:

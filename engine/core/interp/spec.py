@@ -12,6 +12,9 @@ MAX_EDITS = 256
 MAX_POSITIONS = 65_536
 MAX_VECTOR = 2**20
 MAX_TOP = 100
+# Of a whole request
+MAX_ALL_POSITIONS = 2**16
+MAX_ALL_NUMBERS = 2**20
 
 Index = Annotated[int, Field(ge=-(2**24), le=2**24)]
 Number = Annotated[float, Field(ge=-1e30, le=1e30, allow_inf_nan=False)]
@@ -35,7 +38,7 @@ class _Placed(_Part):
     def span(self) -> Span:
         if self.positions == "all":
             return Span(None, self.phase)
-        places = (-1,) if self.positions == "last" else tuple(self.positions)
+        places = (-1,) if self.positions == "last" else tuple(dict.fromkeys(self.positions))
         return Span(places, self.phase)
 
 
@@ -130,6 +133,8 @@ class InterpSpec(_Part):
 
 def parse_interp(raw: Any) -> InterpSpec:
     """Raises `InvalidRequestError` with the path of the first wrong field."""
+    if isinstance(raw, dict):
+        _check_lengths(raw)
     try:
         return InterpSpec.model_validate(raw)
     except ValidationError as error:
@@ -137,3 +142,21 @@ def parse_interp(raw: Any) -> InterpSpec:
         path = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in first["loc"])
         message = first["msg"].removeprefix("Value error, ")
         raise InvalidRequestError(f"interp{path}: {message}.", param=f"interp{path}") from None
+
+
+def _check_lengths(raw: dict[str, Any]) -> None:
+    """Bound all lists of a request together, before they are validated one by one."""
+    given: list[Any] = [raw, *(raw.get(name) for name in ("lens", "attention", "features"))]
+    for name in ("capture", "edit"):
+        given += raw[name] if isinstance(raw.get(name), list) else []
+    parts: list[dict[str, Any]] = [part for part in given if isinstance(part, dict)]
+    parts += [part["from"] for part in parts if isinstance(part.get("from"), dict)]
+    limits = {"positions": MAX_ALL_POSITIONS, "vector": MAX_ALL_NUMBERS}
+    for field, most in limits.items():
+        lists = [part[field] for part in parts if isinstance(part.get(field), list)]
+        total = sum(map(len, lists))
+        if total > most:
+            raise InvalidRequestError(
+                f"interp: all `{field}` have {total:,} numbers together, and may have {most:,}.",
+                param="interp",
+            )

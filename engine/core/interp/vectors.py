@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.core.errors import ConfigError, InvalidRequestError, NotFoundError
-from engine.core.tensor_file import StoredTensor, pack_tensors, unpack_tensors
+from engine.core.tensor_file import FileTensor, StoredTensor, open_tensors, pack_tensors
 
 SUFFIX = ".safetensors"
 _NAME = re.compile(r"\w[\w.-]{0,127}")
 MAX_FILE_BYTES = 4 * 2**30
+PART_BYTES = 16 * 2**20  # of a matrix, read at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,9 @@ class StoredVector:
 
 
 class VectorStore:
-    """The files of one directory. Files are read when they are asked for."""
+    """The files of one directory, which the operator put there for all tenants. Only headers are
+    read before values are asked for. All methods wait for the disk.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -42,11 +45,11 @@ class VectorStore:
             names = tuple(each.name for each in tensors)
             kind = "sae" if "W_enc" in names else "lens" if "0.weight" in names else "vector"
             sites = names if kind == "vector" else tuple(filter(None, [metadata.get("site", "")]))
-            size = tensors[0].shape[-1] if tensors else 0
+            size = tensors[0].shape[-1] if tensors and tensors[0].shape else 0
             found.append(StoredVector(path.name.removesuffix(SUFFIX), kind, sites, size, metadata))
         return found
 
-    def load(self, name: str) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    def load(self, name: str) -> tuple[dict[str, FileTensor], dict[str, str]]:
         """The tensors and the metadata of a file. Raises `NotFoundError`."""
         path = self._path(name)
         if not path.is_file():
@@ -73,53 +76,59 @@ class VectorStore:
             )
         return self.directory / f"{name}{SUFFIX}"
 
-    def _read(self, path: Path) -> tuple[list[StoredTensor], dict[str, str]]:
+    def _read(self, path: Path) -> tuple[list[FileTensor], dict[str, str]]:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES:,} bytes")
-        return unpack_tensors(path.read_bytes())
+        return open_tensors(path)
 
 
-def floats(tensor: StoredTensor) -> bytes:
+def floats(tensor: FileTensor) -> bytes:
     """The values of a tensor as float32 bytes. Other types are refused with a hint."""
+    return checked(tensor).data
+
+
+def checked(tensor: FileTensor) -> FileTensor:
     if tensor.dtype != "F32":
         raise InvalidRequestError(
             f"interp: tensor '{tensor.name}' is {tensor.dtype}; store it as float32 "
             "(engine vectors import converts it).",
             param="interp",
         )
-    return tensor.data
+    return tensor
 
 
 def packed_floats(values: list[float]) -> bytes:
     return array("f", values).tobytes()
 
 
-def row(tensor: StoredTensor, index: int) -> bytes:
+def row(tensor: FileTensor, index: int) -> bytes:
     """Row `index` of a matrix."""
     rows, columns = tensor.shape
     if not 0 <= index < rows:
         raise InvalidRequestError(
             f"interp: there is no feature {index}; the autoencoder has {rows}.", param="interp"
         )
-    data = floats(tensor)
-    return data[4 * index * columns : 4 * (index + 1) * columns]
+    return checked(tensor).read(4 * index * columns, 4 * columns)
 
 
-def column(tensor: StoredTensor, index: int) -> bytes:
-    """Column `index` of a matrix."""
-    _, columns = tensor.shape
+def column(tensor: FileTensor, index: int) -> bytes:
+    """Column `index` of a matrix, which is read in parts."""
+    rows, columns = tensor.shape
     if not 0 <= index < columns:
         raise InvalidRequestError(
             f"interp: there is no feature {index}; the autoencoder has {columns}.", param="interp"
         )
-    values = array("f")
-    values.frombytes(floats(tensor))
-    return values[index::columns].tobytes()
+    found = array("f")
+    step = max(1, PART_BYTES // (4 * columns))
+    for first in range(0, rows, step):
+        count = min(step, rows - first)
+        values = array("f", checked(tensor).read(4 * first * columns, 4 * count * columns))
+        found += values[index::columns]
+    return found.tobytes()
 
 
-def scalar(tensor: StoredTensor | None, index: int) -> float:
+def scalar(tensor: FileTensor | None, index: int) -> float:
     if tensor is None:
         return 0.0
-    values = array("f")
-    values.frombytes(floats(tensor))
-    return values[index] if len(values) > 1 else values[0]
+    place = index if tensor.num_bytes > 4 else 0
+    return array("f", checked(tensor).read(4 * place, 4))[0]

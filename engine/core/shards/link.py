@@ -69,6 +69,9 @@ class TcpLink:
         return str(self._sock.getsockname()[0])
 
     def send(self, frame: bytes) -> None:
+        """Raises `FrameError`, and sends nothing, if the other side would refuse the frame."""
+        if len(frame) > self._max_bytes:
+            raise FrameError(f"a frame of {len(frame)} bytes is over the limit and is not sent")
         try:
             with self._sending:
                 self._await_until_deadline()

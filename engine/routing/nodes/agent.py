@@ -15,7 +15,13 @@ import msgspec
 
 from engine.backends.custom.frontend.engine_link import EngineLink
 from engine.backends.custom.frontend.survival import Engine
-from engine.core.errors import EngineError, ForbiddenError, UnavailableError
+from engine.backends.custom.ipc.transport import failed_delta
+from engine.core.errors import (
+    EngineError,
+    ForbiddenError,
+    PayloadTooLargeError,
+    UnavailableError,
+)
 from engine.core.interfaces.handover import BlockSource, Role
 from engine.core.interfaces.request import (
     Abort,
@@ -128,6 +134,10 @@ class Session:
 
     def forward(self, request_id: str, delta: TokenDelta) -> None:
         """Send a delta with those of the same step, in one message."""
+        if delta.captured is not None and self.connection.is_behind:
+            self.link.forget(self._own_id(request_id), None)
+            slow = PayloadTooLargeError("The node's connection is too slow for results this large.")
+            delta = failed_delta(request_id, delta.choice, slow)
         timeline = delta.timeline
         if timeline is not None and self.clock_shift_s:
             timeline = timeline.shifted(self.clock_shift_s)
@@ -174,14 +184,20 @@ class Session:
             self.welcomed.set_exception(kind(message.message))
 
     def _submit(self, request: GenerateRequest) -> None:
-        choices = request.params.n if request.resumed is None else len(request.resumed)
+        choices = list(range(request.params.n))
+        if request.resumed is not None:
+            choices = [each.choice for each in request.resumed]
         own = msgspec.structs.replace(request, request_id=self._own_id(request.request_id))
         try:
             self.link.submit(own, _Forwarded(self, request.request_id, self.link))
         except UnavailableError:
             self.connection.transport.abort()
             return
-        self._requests[request.request_id] = choices
+        except EngineError as error:  # it concerns this request alone
+            refused = [failed_delta(request.request_id, choice, error) for choice in choices]
+            self.connection.tell(Deltas(tuple(refused)))
+            return
+        self._requests[request.request_id] = len(choices)
 
     async def _control(self, control: Control) -> None:
         try:

@@ -20,6 +20,7 @@ from engine.backends.custom.ipc.transport import (
     LENGTH,
     MAX_FRAME_BYTES,
     FrameDecoder,
+    encode_answer,
     encode_frame,
 )
 from engine.core.build_name import build_name
@@ -49,7 +50,9 @@ CONNECT_PATH = "/v1/nodes/connect"
 BEAT_S = 0.2
 LOST_AFTER_S = 3.0  # a side that was silent for this long is gone
 HELLO_TIMEOUT_S = 5.0
-MAX_UNSENT_BYTES = 64 * 2**20
+MAX_UNSENT_BYTES = 256 * 2**20
+# Pieces of results are not queued behind more than this: their request fails, not the connection.
+MAX_UNSENT_RESULT_BYTES = MAX_UNSENT_BYTES // 2
 
 
 # Names are shown to people: they have no control characters.
@@ -188,14 +191,20 @@ class Connection(asyncio.Protocol, Generic[Message]):
 
     def send(self, message: msgspec.Struct) -> None:
         """Queue a message. Raises `UnavailableError` if the other side is gone, or does not read
-        what was sent.
+        what was sent, and `PayloadTooLargeError` if a request is too large to be sent.
         """
         if self.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             self.transport.abort()
         if self.transport.is_closing():
             raise UnavailableError("The node is gone.", retry_after=1.0)
-        frame = encode_frame(message)
-        self.transport.write(frame + self._sent.next(frame))
+        is_request = isinstance(message, GenerateRequest)
+        for frame in [encode_frame(message)] if is_request else encode_answer(message):
+            self.transport.write(frame + self._sent.next(frame))
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether so much waits to be sent that no pieces of results should be added."""
+        return self.transport.get_write_buffer_size() > MAX_UNSENT_RESULT_BYTES
 
     def tell(self, message: msgspec.Struct) -> None:
         """Queue a message, or do nothing if the other side is gone or does not read."""

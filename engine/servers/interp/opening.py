@@ -7,13 +7,14 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 
-from engine.core.errors import InvalidRequestError
+from engine.core.errors import InvalidRequestError, RateLimitError
 from engine.core.interfaces.backend import ChatRequest, CompletionRequest, Event, ModelCard
 from engine.core.interfaces.request import SamplingParams
 from engine.core.interp.resolving import resolved
 from engine.core.interp.results import Result
 from engine.core.interp.spec import InterpSpec, parse_interp
 from engine.core.interp.vectors import VectorStore
+from engine.core.tensor_file import num_value_bytes
 from engine.servers.access.auth import principal_of
 from engine.servers.serving.services import Services
 
@@ -81,8 +82,19 @@ class InterpOpener:
         return msgspec.structs.replace(made, attribution=attribution)
 
     def _keep(self, data: bytes) -> None:
+        """Store what the request read, for later requests and for streams. Small results are a part
+        of the answer, so they need no room.
+        """
         self._captured = data
-        self._services.interp_results.put(self._id.removesuffix("-0"), self._tenant, data)
+        results, name = self._services.interp_results, self._id.removesuffix("-0")
+        try:
+            results.put(name, self._tenant, data)
+        except RateLimitError:
+            if self._spec.store or not self._is_small(data):
+                raise
+
+    def _is_small(self, data: bytes) -> bool:
+        return num_value_bytes(data) <= self._services.settings.interp.inline_kb * 1024
 
     async def answer(self) -> dict[str, Any] | None:
         """The `interp` part of the answer, when the request has ended. Large results are sent as
@@ -93,9 +105,9 @@ class InterpOpener:
         services, spec = self._services, self._spec
         settings, data = services.settings.interp, self._captured
         made: dict[str, Any] = {"id": self._id.removesuffix("-0")}
-        is_small = len(data) <= settings.inline_kb * 1024
-        result = await asyncio.to_thread(Result, data)
-        shown = result.body(spec.encoding_format) if is_small else result.summary()
+        is_small = self._is_small(data)
+        encoding = spec.encoding_format if is_small else "none"
+        result, shown = await asyncio.to_thread(_read, data, encoding)
         made |= {"inline": is_small, "bytes": len(data), "expires_s": settings.result_ttl_s} | shown
         await self._name_tokens(made)
         if spec.features is not None:
@@ -105,14 +117,14 @@ class InterpOpener:
             store = vector_store(services)
             made["features"] = await asyncio.to_thread(top_features, spec.features, store, result)
         if is_small and not spec.store:
-            services.interp_results.delete(made["id"], self._tenant)
+            services.interp_results.discard(made["id"], self._tenant)
             made["id"] = None
         return made
 
     async def _name_tokens(self, made: dict[str, Any]) -> None:
         """Add the texts of the tokens of the sequence and of the lens."""
         ids = made["token_ids"]
-        lens: list[dict[str, Any]] = made.get("lens", [])
+        lens: list[dict[str, Any]] = made.get("lens", []) if made["inline"] else []
         wanted = sorted({*ids, *(token for row in lens for token, _ in row["top"])})
         texts = await self._services.backend.token_bytes(tuple(wanted), model=self._card.id)
         names = {t: raw.decode("utf-8", "replace") for t, raw in zip(wanted, texts, strict=True)}
@@ -122,6 +134,11 @@ class InterpOpener:
                 {"token": names[token], "id": token, "logprob": logprob}
                 for token, logprob in row["top"]
             ]
+
+
+def _read(data: bytes, encoding: str) -> tuple[Result, dict[str, Any]]:
+    result = Result(data)
+    return result, result.body(encoding)
 
 
 def interp_opener(

@@ -1,5 +1,6 @@
 """`/v1/interp`: a forward pass over a prompt, the sites of a model, results and vectors."""
 
+import asyncio
 from typing import Annotated, Any
 
 import msgspec
@@ -48,7 +49,7 @@ def add_interp_routes(app: FastAPI, services: Services) -> None:
     async def vectors() -> Response:
         found = [
             {"name": each.name, "kind": each.kind, "sites": each.sites, "size": each.size}
-            for each in vector_store(services).names()
+            for each in await asyncio.to_thread(vector_store(services).names)
         ]
         return json_response({"object": "list", "data": found})
 

@@ -1,12 +1,17 @@
 """Results of interpretability requests, kept in memory for a while, by id and tenant."""
 
+import contextlib
+import threading
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
 
 from engine.core.config_storage import InterpSettings
-from engine.core.errors import NotFoundError, PayloadTooLargeError
+from engine.core.errors import NotFoundError, PayloadTooLargeError, RateLimitError
 from engine.core.interp.results import Result
+
+SHARES = 4
+MAX_RESULTS = 1024  # of one tenant
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,34 +22,47 @@ class _Kept:
 
 
 class ResultStore:
-    """Keeps results until their time is over. A tenant that stores too much loses its oldest."""
+    """Keeps results until their time is over. A tenant that stores too much loses its oldest. Those
+    of all tenants together have room for `SHARES` tenants that store as much as they may; what
+    others stored is never deleted to make room. Threads may call it.
+    """
 
     def __init__(self, settings: InterpSettings) -> None:
         self._settings = settings
         self._kept: OrderedDict[str, _Kept] = OrderedDict()  # oldest first
+        self._lock = threading.RLock()
 
     def put(self, result_id: str, tenant: str, data: bytes) -> float:
         """Returns the seconds for which the result is kept."""
         room = self._settings.max_stored_mb * 2**20
         if len(data) > room:
             raise PayloadTooLargeError(
-                f"interp: the results have {len(data):,} bytes, and a tenant may store {room:,}."
+                f"interp: the results have {len(data):,} bytes, and a tenant may store {room:,}"
+                " (interp.max_stored_mb)."
             )
-        self._expire()
-        own = [(name, kept) for name, kept in self._kept.items() if kept.tenant == tenant]
-        used = len(data) + sum(len(kept.data) for _, kept in own)
-        for name, kept in own:
-            if used <= room:
-                break
-            used -= len(kept.data)
-            del self._kept[name]
         seconds = self._settings.result_ttl_s
-        self._kept[result_id] = _Kept(tenant, data, time.monotonic() + seconds)
+        with self._lock:
+            self._expire()
+            own = [(name, kept) for name, kept in self._kept.items() if kept.tenant == tenant]
+            others = self.num_bytes - sum(len(kept.data) for _, kept in own)
+            room = min(room, SHARES * room - others)
+            if len(data) > room:
+                raise RateLimitError(
+                    "interp: the stored results of all tenants fill their memory; try again later."
+                )
+            used = len(data) + sum(len(kept.data) for _, kept in own)
+            for number, (name, kept) in enumerate(own):
+                if used <= room and len(own) - number < MAX_RESULTS:
+                    break
+                used -= len(kept.data)
+                del self._kept[name]
+            self._kept[result_id] = _Kept(tenant, data, time.monotonic() + seconds)
         return seconds
 
     def get(self, result_id: str, tenant: str) -> bytes:
-        self._expire()
-        kept = self._kept.get(result_id)
+        with self._lock:
+            self._expire()
+            kept = self._kept.get(result_id)
         if kept is None or kept.tenant != tenant:  # the same answer, so ids can't be probed
             raise NotFoundError("There is no such result, or its time is over.", param="id")
         return kept.data
@@ -53,8 +71,14 @@ class ResultStore:
         return Result(self.get(result_id, tenant))
 
     def delete(self, result_id: str, tenant: str) -> None:
-        self.get(result_id, tenant)
-        del self._kept[result_id]
+        with self._lock:
+            self.get(result_id, tenant)
+            del self._kept[result_id]
+
+    def discard(self, result_id: str, tenant: str) -> None:
+        """Delete a result, if it is there."""
+        with contextlib.suppress(NotFoundError):
+            self.delete(result_id, tenant)
 
     @property
     def num_bytes(self) -> int:

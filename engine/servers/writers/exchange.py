@@ -11,9 +11,6 @@ from starlette.types import Message
 from engine.servers.http.direct_body import with_direct_body
 from engine.servers.writers.messages import Ended, Header, Opened, Part, Start, Want
 
-# Larger parts of a body are cut, because a message has a limited size.
-MAX_CHUNK_BYTES = 2**25
-
 
 class WriterEnd(Protocol):
     """The writer that holds the connection."""
@@ -65,9 +62,7 @@ class Exchange:
             headers: Sequence[Header] = message.get("headers", ())
             self._writer.send(Start(self._number, message["status"], list(headers)))
             return
-        body = bytes(message.get("body", b""))
-        for start in range(0, len(body), MAX_CHUNK_BYTES):
-            self._writer.write(self._number, body[start : start + MAX_CHUNK_BYTES])
+        self._writer.write(self._number, bytes(message.get("body", b"")))
         if not message.get("more_body", False):
             self._is_complete = True
             self._writer.send(Ended(self._number, True))

@@ -42,6 +42,7 @@ CLOSE_GRACE_S = 7.0
 # Parts of answers are sent together, once per iteration of the event loop, or when they have this
 # many bytes.
 BATCH_BYTES = 2**20
+MAX_CHUNK_BYTES = 2**25
 MAX_BEGUN = 4  # requests that begin in one iteration of the event loop
 
 
@@ -169,13 +170,17 @@ class Writer:
         self._pipe.send(message)
 
     def write(self, number: int, body: bytes) -> None:
-        """Send a part of an answer, together with those of other answers."""
-        if not self._batch:
-            self._loop.call_soon(self._flush)
-        self._batch.append((number, body))
-        self._batch_bytes += len(body)
-        if self._batch_bytes > BATCH_BYTES:
-            self._flush()
+        """Send a part of an answer, together with those of other answers. A large part is cut,
+        because a message has a limited size.
+        """
+        for start in range(0, len(body), MAX_CHUNK_BYTES):
+            chunk = body[start : start + MAX_CHUNK_BYTES]
+            if not self._batch:
+                self._loop.call_soon(self._flush)
+            self._batch.append((number, chunk))
+            self._batch_bytes += len(chunk)
+            if self._batch_bytes > BATCH_BYTES:
+                self._flush()
 
     def _flush(self) -> None:
         if self._batch:

@@ -114,9 +114,9 @@ MUTATIONS = [
     Mutation(
         "conversations: one that was read last is deleted first",
         "engine.servers.serving.objects",
-        "num_bytes = num_bytes + ? WHERE id = ?\", (num_bytes, object_id)\n        )\n"
+        'num_bytes = num_bytes + ? WHERE id = ?", (num_bytes, object_id)\n        )\n'
         "        self.keep(connection, [object_id])\n",
-        "num_bytes = num_bytes + ? WHERE id = ?\", (num_bytes, object_id)\n        )\n",
+        'num_bytes = num_bytes + ? WHERE id = ?", (num_bytes, object_id)\n        )\n',
         "tests/unit/test_server_conversations.py"
         "::test_it_is_its_owners_survives_a_restart_and_makes_room",
     ),

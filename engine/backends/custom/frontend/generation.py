@@ -67,7 +67,8 @@ class Generation(GeneratedFeed):
         self._readers: dict[int, TextReader] = {}
         self._echo = None if prepared.echo is None else Echo(prepared.echo, request)
         can_stop = bool(request.params.stop or prepared.stop_patterns)
-        self._may_merge = not can_stop and prepared.new_parser is None
+        reads = request.interp is not None and request.interp.reads
+        self._may_merge = not (can_stop or reads) and prepared.new_parser is None
         self._arrived: deque[TokenDelta | EngineError] = deque()
         self._wake = asyncio.Event()
         self._sink: EventSink | None = None
@@ -83,6 +84,7 @@ class Generation(GeneratedFeed):
         self._on_progress = on_progress
         self._notes = notes
         self._on_captured = on_captured
+        self._pieces: list[bytes] = []  # of what the request read
         self._recorded: RecordedRequest | None = None
         self.on_released: Callable[[], None] = lambda: None  # may be called twice
         self._num_processed = -1  # of the prompt, as last reported; -1: nothing was reported
@@ -197,7 +199,7 @@ class Generation(GeneratedFeed):
 
         Deltas are not merged if the request has stop strings, because tokens after a stop string
         must be neither shown nor counted. They are not merged if the output is parsed, because
-        reasoning tokens are counted separately.
+        reasoning tokens are counted separately, nor if some have pieces of what the request read.
         """
         item = self._arrived.popleft()
         if not self._may_merge or not isinstance(item, TokenDelta):
@@ -226,8 +228,10 @@ class Generation(GeneratedFeed):
             raise error_from_code(code, message, item.retry_after)
         if item.finish_reason == "abort":
             raise InferenceError("The request was aborted.")
-        if item.captured is not None and self._on_captured is not None:
-            self._on_captured(item.captured)
+        if item.captured is not None:
+            self._take_piece(item, item.captured)
+            if item.finish_reason is None:
+                return []
         if self._on_progress is not None and self._first_token_at is None:
             self._report(item, self._on_progress)
         if item.num_processed:
@@ -235,6 +239,15 @@ class Generation(GeneratedFeed):
         if self._echo is None:
             return self._decode(item)
         return self._echoed(self._echo, item)
+
+    def _take_piece(self, delta: TokenDelta, piece: bytes) -> None:
+        """Add a piece of what the request read. An engine that died may have sent some before."""
+        if not delta.captured_at:
+            self._pieces.clear()
+        self._pieces.append(piece)
+        if delta.finish_reason is not None and self._on_captured is not None:
+            self._on_captured(b"".join(self._pieces))
+            self._pieces.clear()
 
     def _report(self, delta: TokenDelta, report: Callable[[PromptProgress], None]) -> None:
         """Report how much of the prompt is computed. The first report is about the cached tokens

@@ -41,7 +41,9 @@ async def replayed_tokens(link: Link, request: GenerateRequest) -> dict[int, lis
     """Submit the request under a new id and return the tokens of each choice."""
     request_id = f"replay-{secrets.token_hex(8)}"
     collected = _Collected(link, request.params.n)
-    link.submit(replace(request, request_id=request_id, reports_progress=False), collected)
+    interp = None if request.interp is None else request.interp.only_edits()
+    copy = replace(request, request_id=request_id, reports_progress=False, interp=interp)
+    link.submit(copy, collected)
     try:
         await collected.ended
     except BaseException:

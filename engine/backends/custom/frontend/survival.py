@@ -14,7 +14,6 @@ moves only if its engine is not restarted here, and is on trial there as well.
 """
 
 import asyncio
-import contextlib
 import logging
 import math
 import secrets
@@ -216,8 +215,13 @@ class OpenRequests:
                 self._next_trial()
             return
         if send is not None:
-            with contextlib.suppress(UnavailableError):
+            try:
                 self._resubmit(opened, send)
+                return
+            except UnavailableError:
+                pass  # the engine is gone, and its death will be reported
+            except EngineError as error:
+                self._end(opened, error)
                 return
         self._await_engine(opened)
 
@@ -336,6 +340,9 @@ class OpenRequests:
                 self._resubmit(opened, self._send)
             except UnavailableError:  # this engine is gone, too, so its death will be reported
                 return
+            except EngineError as error:  # such as one with too many tokens by now for a message
+                self._end(opened, error)
+                continue
             if _is_suspect(opened):
                 self._on_trial = opened
                 return

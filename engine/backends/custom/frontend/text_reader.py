@@ -86,7 +86,6 @@ def merged(run: Sequence[TokenDelta]) -> TokenDelta:
         error_message=last.error_message,
         retry_after=last.retry_after,
         timeline=last.timeline,
-        captured=last.captured,
         num_drafted=sum(delta.num_drafted for delta in run),
         num_accepted=sum(delta.num_accepted for delta in run),
     )

@@ -2,8 +2,12 @@
 
 A message is preceded by its length. Messages that are not of a known type are refused. The socket
 belongs to a pair that is created before the engine process starts, so no other process can connect.
+
+A message that is too large is never sent: it fails its request, and never a process. The receiver
+can't go on after one, so the sender has to notice it.
 """
 
+import logging
 import select
 import socket
 import struct
@@ -12,8 +16,10 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
-from engine.core.errors import EngineError
-from engine.core.interfaces.request import FromEngine, ToEngine
+from engine.core.errors import EngineError, PayloadTooLargeError
+from engine.core.interfaces.request import ControlReply, Deltas, FromEngine, ToEngine, TokenDelta
+
+log = logging.getLogger(__name__)
 
 Message = TypeVar("Message")
 
@@ -27,9 +33,51 @@ class ConnectionClosedError(EngineError):
     """The other side has closed the connection."""
 
 
+class MessageTooLargeError(PayloadTooLargeError):
+    """A message has more bytes than a frame may have. It was not sent."""
+
+
 def encode_frame(message: msgspec.Struct) -> bytes:
+    """Raises `MessageTooLargeError`, so that the request of the message fails."""
     body = msgspec.msgpack.encode(message)
+    if len(body) > MAX_FRAME_BYTES:
+        raise MessageTooLargeError(
+            f"The request or its result has {len(body):,} bytes between processes, and may have"
+            f" {MAX_FRAME_BYTES:,}; ask for less at once."
+        )
     return LENGTH.pack(len(body)) + body
+
+
+def encode_answer(message: msgspec.Struct) -> list[bytes]:
+    """The frames of a message from an engine. Deltas that are too large together are sent apart,
+    and one that is too large alone becomes the error of its request.
+    """
+    try:
+        return [encode_frame(message)]
+    except MessageTooLargeError as error:
+        if isinstance(message, Deltas):
+            deltas, middle = message.deltas, len(message.deltas) // 2
+            if not middle:
+                last = failed_delta(deltas[0].request_id, deltas[0].choice, error)
+                return [encode_frame(Deltas((last,)))]
+            halves = (deltas[:middle], deltas[middle:])
+            return [frame for half in halves for frame in encode_answer(Deltas(half))]
+        if isinstance(message, ControlReply):
+            return [encode_frame(ControlReply(message.control_id, False, error.message))]
+        log.error("a message of type %s is not sent: %s", type(message).__name__, error)
+        return []
+
+
+def failed_delta(request_id: str, choice: int, error: EngineError) -> TokenDelta:
+    """The last delta of a choice that ends with an error."""
+    return TokenDelta(
+        request_id,
+        choice,
+        finish_reason="error",
+        error_code=error.error_code,
+        error_message=error.message,
+        retry_after=error.retry_after,
+    )
 
 
 class FrameDecoder(Generic[Message]):
@@ -88,7 +136,10 @@ class SocketChannel(Generic[Message]):
         return self._frames.feed(data)
 
     def send(self, message: msgspec.Struct) -> None:
-        rest = memoryview(encode_frame(message))
+        for frame in encode_answer(message):
+            self._send(memoryview(frame))
+
+    def _send(self, rest: memoryview) -> None:
         try:
             while rest:
                 try:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from engine.backends.custom.ipc.transport import failed_delta
 from engine.backends.custom.runtime.model_runner import F32, I32, Bools, SamplingInputs, StepOutput
 from engine.backends.custom.runtime.sequence import Sequence
 from engine.core.errors import EngineError, RateLimitError, RequestTimeoutError
@@ -129,14 +130,7 @@ def refusal(request_id: str, choice: int, error: EngineError) -> TokenDelta:
     """The message for a choice that fails without a sequence, because it was refused or because its
     result could not be applied. It is the last message of the choice.
     """
-    return TokenDelta(
-        request_id,
-        choice,
-        finish_reason="error",
-        error_code=error.error_code,
-        error_message=error.message,
-        retry_after=error.retry_after,
-    )
+    return failed_delta(request_id, choice, error)
 
 
 def too_late(is_over: bool, waited_s: float) -> EngineError:

@@ -123,6 +123,14 @@ class Roster:
         yield from self._running
         yield from self._waiting
 
+    def probed(self) -> Iterator[Sequence]:
+        """The sequences that read or change activations, also those whose results are being
+        made.
+        """
+        yield from (seq for seq in self.sequences() if seq.probe is not None)
+        if self.reports is not None:
+            yield from self.reports.sequences()
+
     def add(self, seq: Sequence) -> None:
         """Queue a sequence. The caller has checked that the sequence fits an empty KV pool."""
         assert self.kv.can_ever_fit(seq.max_len), seq.request_id

@@ -79,7 +79,8 @@ class Scheduler(Roster):
         if output.captured is not None:
             from engine.backends.custom.runtime.interp.steps import take_captures
 
-            take_captures(batch, output)
+            lost = InferenceError("What this request captured could not be kept.")
+            deltas += [self.fail(seq, lost, now) for seq in take_captures(batch, output)]
         tokens = output.tokens.tolist()
         finite = output.finite.tolist()
         for index, row in enumerate(batch.rows):
@@ -97,8 +98,8 @@ class Scheduler(Roster):
                 continue
             try:
                 # A `life` of 0 means that the sequence was preempted after this step was launched.
-                if num_scored and seq.life in (life, 0):
-                    seq.prompt_scores += scores(seq, output, sample_row - num_scored, sample_row)
+                if num_scored and seq.lacks_scores and seq.life in (life, 0):
+                    self._add_scores(row, output, sample_row - num_scored)
                 if draft:
                     deltas += self._take_draft(row, output, sample_row, finite[index], now)
                     continue
@@ -117,6 +118,13 @@ class Scheduler(Roster):
             except Exception:
                 deltas.append(self._fail_row(seq, now))
         return deltas
+
+    def _add_scores(self, row: Row, output: StepOutput, first_row: int) -> None:
+        """Add the logprobs of prompt tokens that a row computed. Rows may go beyond the prompt."""
+        seq = row.seq
+        count = min(row.num_scored, seq.num_prompt - 1 - row.start)
+        if count > 0:
+            seq.prompt_scores += scores(seq, output, first_row, first_row + count)
 
     def _fail_row(self, seq: Sequence, now: float) -> TokenDelta:
         log.exception("the step output of request %s could not be applied", seq.request_id)
@@ -191,6 +199,8 @@ class Scheduler(Roster):
             if shares:
                 count = min(count, shares.get(seq, count))
             count = self.kv.row_length(seq, start, count)
+            if seq.probe is not None:
+                count = min(count, seq.probe.max_row)
             if seq.is_scoring:
                 count = min(count, num_scorable(rows))
             if seq.images:
@@ -235,6 +245,8 @@ class Scheduler(Roster):
                 watch.hold(seq.held_by)
                 continue
             max_tokens = min(budget, num_scorable(rows)) if seq.is_scoring else budget
+            if seq.probe is not None:
+                max_tokens = min(max_tokens, seq.probe.max_row)
             start = num_matched * self.kv.block_size
             if not passing.may_enter(seq, len(seq.tokens) - start):
                 self.clock.block(BUDGET)
@@ -288,7 +300,7 @@ class Scheduler(Roster):
         self._num_admissions += 1
         seq.slot, seq.life = self._free_slots.pop(), self._num_admissions
         seq.needs_history = True
-        if seq.is_scoring:
+        if seq.lacks_scores:
             seq.prompt_scores.clear()  # a preemption discarded that work, so scoring starts over
         insort(self._running, seq, key=lambda s: s.seniority)
         self._inflight.own(seq, len(match.blocks))
@@ -310,9 +322,11 @@ class Scheduler(Roster):
         samples = start + count == len(seq.tokens) + seq.num_sampling
         if self.kv.states is not None:
             self.kv.states.reserve(seq, start + count)
+        num_scored = count - samples
+        if num_scored and not seq.needs_logits(start, start + num_scored):
+            num_scored = 0
         seq.num_computed += count
         seq.num_sampling += samples
-        num_scored = count - samples if seq.is_scoring else 0
         return Row(seq, start, count, samples, seq.slot, seq.life, num_scored)
 
     def _confirm_prompt(self, seq: Sequence, start: int, num_confirmed: int) -> None:

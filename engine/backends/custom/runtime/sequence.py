@@ -164,16 +164,33 @@ class Sequence:
         return self.finish_reason is None and self.num_generated == self.num_resumed
 
     @property
-    def is_scoring(self) -> bool:
+    def lacks_scores(self) -> bool:
         """Whether prompt logprobs are still missing. If so, every prompt position must be computed,
         and the prefix cache cannot be used.
         """
         return self.scores_prompt and len(self.prompt_scores) < self.num_prompt - 1
 
+    def needs_logits(self, start: int, end: int) -> bool:
+        """Whether the logits of positions from `start` to `end` - 1 are needed, although they
+        sample nothing: for prompt logprobs, or because values that come with them are captured.
+        Tokens that were generated before a preemption, or in an engine that died, are such
+        positions too.
+        """
+        return (self.lacks_scores and start < self.num_prompt) or (
+            self.probe is not None and self.probe.needs_logits(start, end)
+        )
+
+    @property
+    def is_scoring(self) -> bool:
+        """Whether logits of positions that sample nothing are still needed."""
+        return self.needs_logits(self.num_computed, len(self.tokens) - 1)
+
     @property
     def starts_over(self) -> bool:
         """Whether cached blocks can't be used, because results of their positions are missing."""
-        return self.is_scoring or (self.probe is not None and self.probe.needs_prompt)
+        return self.lacks_scores or (
+            self.probe is not None and self.probe.lacks(len(self.tokens) - 1)
+        )
 
     @property
     def max_len(self) -> int:

@@ -1,13 +1,15 @@
 """The interpretability part of a sequence: its taps in each step, and what they captured."""
 
+import dataclasses
 import hashlib
-from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 from msgspec.structs import replace
 
 from engine.backends.custom.architectures.sites import Site, site_name
+from engine.backends.custom.runtime.interp.places import Kept, Placed, joined, placed
+from engine.backends.custom.runtime.interp.sizes import account_of
 from engine.backends.custom.runtime.interp.taps import (
     ADD,
     CAPTURE,
@@ -19,93 +21,104 @@ from engine.backends.custom.runtime.interp.taps import (
     Taps,
 )
 from engine.backends.custom.runtime.model_runner import F32, I32
-from engine.core.errors import InvalidRequestError, PayloadTooLargeError
+from engine.backends.custom.runtime.sequence import Row
+from engine.core.errors import InferenceError, InvalidRequestError
 from engine.core.interfaces.interp import Capture, Edit, InterpRequest, Span
 
 _KINDS = {"add": ADD, "scale": SCALE, "set": SET, "project_out": PROJECT_OUT, "clamp": CLAMP}
 
 
-@dataclass(frozen=True, slots=True)
-class _Placed:
-    """A capture or an edit with its site's number and its positions in the sequence."""
-
-    site: int
-    places: frozenset[int] | None
-    phase: str
-    kind: int = CAPTURE
-    scale: float = 1.0
-    first_vector: int = 0
-    # The vector of each position, if positions have vectors of their own
-    vector_of: dict[int, int] | None = None
-
-    def wanted(self, start: int, end: int, num_prompt: int) -> I32:
-        """The positions from `start` to `end` - 1 at which it applies."""
-        if self.phase == "prompt":
-            end = min(end, num_prompt)
-        elif self.phase == "decode":
-            start = max(start, num_prompt)
-        if self.places is None:
-            return np.arange(start, max(start, end), dtype=np.int32)
-        return np.array(sorted(each for each in self.places if start <= each < end), np.int32)
+# What the taps of one row of a step may take. It bounds how many positions the row has.
+STEP_BYTES = 64 * 2**20
+_TAP_BYTES = 64
 
 
 class Probe:
-    """What a request reads and changes. Made when the request is taken in, which checks it."""
+    """What a request reads and changes. Made when the request is taken in, which checks it, and
+    counts what it takes before that is allocated.
+    """
 
     def __init__(
-        self, request: InterpRequest, sites: tuple[Site, ...], num_prompt: int, max_tokens: int
+        self,
+        request: InterpRequest,
+        sites: tuple[Site, ...],
+        num_prompt: int,
+        max_tokens: int,
+        num_choices: int = 1,
     ) -> None:
         self.request = request = with_layers(request, sites)
         self.sites = sites
         self.widths = tuple(site.width for site in sites)
-        self._num_prompt = num_prompt
+        self._num_prompt, self._num_tokens = num_prompt, num_prompt + max_tokens - 1
         self._numbers = {site.name: index for index, site in enumerate(sites)}
+        captures = self._captures_by_site()
+        counts = {each.site: len(each) for each in captures}
+        shape = (num_prompt, self._num_tokens, num_choices)
+        account = account_of(request, sites, counts, *shape)
+        account.check()
+        self.num_bytes = account.total
         self._vectors: list[F32] = []
         self._edits = [self._edit(edit) for edit in request.edits]
-        wanted = list(dict.fromkeys(request.captures + derived_captures(request, sites)))
-        self._captures = [
-            _Placed(self._site(each.site), each.span.resolved(num_prompt), each.span.phase)
-            for each in wanted
-        ]
+        self._check_lens()
+        self._kept = {each.site: Kept(each, self.widths[each.site]) for each in captures}
+        self._captures = captures
         # While no position differs from others, all decode rows of a place in the batch are alike.
-        self._is_steady = all(each.places is None for each in (*self._edits, *self._captures))
+        taps = (*self._edits, *captures)
+        self._is_steady = all(map(self._is_even, taps))
         self._decoding: tuple[int, Taps | None] | None = None  # the place, and its taps
-        self._found: dict[tuple[int, int], F32] = {}  # by site and position
-        self.num_seen = 0  # positions before this one have been captured
-        self._check_size(wanted, num_prompt + max_tokens - 1)
+        self.max_row = self._max_row()
 
-    def _check_size(self, wanted: list[Capture], num_tokens: int) -> None:
-        total = 0
-        for each, placed in zip(wanted, self._captures, strict=True):
-            width = self.sites[placed.site].width
-            total += 4 * width * each.span.count(self._num_prompt, num_tokens)
-        self.num_bytes = total
-        if total > self.request.max_bytes:
-            raise PayloadTooLargeError(
-                f"interp: the request could capture {total:,} bytes, and may capture"
-                f" {self.request.max_bytes:,}; ask for fewer sites or positions.",
-                param="interp",
+    def _captures_by_site(self) -> list[Placed]:
+        """For each site that is read, all positions at which it is, each once."""
+        request, found = self.request, dict[int, list[Placed]]()
+        for each in dict.fromkeys(request.captures + derived_captures(request, self.sites)):
+            site = self._site(each.site)
+            where = placed(site, each.span, self._num_prompt, self._num_tokens)
+            found.setdefault(site, []).append(where)
+        return [joined(parts, self._num_tokens) for parts in found.values()]
+
+    def _is_even(self, each: Placed) -> bool:
+        """Whether it applies to all positions of the output, or to none."""
+        low, high = each.among(self._num_prompt, self._num_tokens)
+        return high - low in (0, self._num_tokens - self._num_prompt)
+
+    def _max_row(self) -> int:
+        """How many positions one row of a step may have."""
+        taps = (*self._edits, *self._captures)
+        widest = max((self.widths[each.site] for each in taps), default=0)
+        vectors = 2 * len(self._edits) + len(self._captures)
+        each = len(taps) * _TAP_BYTES + 4 * (widest + EXTRA_COLUMNS) * vectors
+        return max(1, STEP_BYTES // max(1, each))
+
+    def _check_lens(self) -> None:
+        lens = self.request.lens
+        if lens is None:
+            return
+        width = self.widths[self._site(site_name(lens.layers[0], "resid_post"))]
+        sizes = (4 * width * width, 4 * width)
+        if any((len(a), len(b)) != sizes for a, b in lens.tuned):
+            raise InvalidRequestError(
+                f"interp.lens: the tuned lens is for another model; this model's streams have"
+                f" {width} values.",
+                param="interp.lens",
             )
 
     @property
     def reads(self) -> bool:
         return self.request.reads
 
-    @property
-    def needs_prompt(self) -> bool:
-        """Whether positions of the prompt are captured that have not been computed yet. Then cached
+    def lacks(self, end: int) -> bool:
+        """Whether positions before `end` are captured and have not been computed yet. Then cached
         blocks can't be used.
         """
-        if self.num_seen >= self._num_prompt:
-            return False
-        span = (self.num_seen, self._num_prompt, self._num_prompt)
-        return any(len(each.wanted(*span)) for each in self._captures)
+        return any(each.lacks(0, end) for each in self._kept.values())
 
-    @property
-    def needs_logits(self) -> bool:
-        """Whether prompt positions must be computed as if their logits were needed."""
-        span = (0, self._num_prompt - 1, self._num_prompt)
-        return any(self.sites[c.site].is_late and len(c.wanted(*span)) for c in self._captures)
+    def needs_logits(self, start: int, end: int) -> bool:
+        """Whether positions from `start` to `end` - 1 must be computed as if their logits were
+        needed.
+        """
+        kept = self._kept.values()
+        return any(self.sites[each.where.site].is_late and each.lacks(start, end) for each in kept)
 
     def root(self, namespace: str) -> str:
         """The namespace of the prefix cache for a sequence with these edits. Only sequences with
@@ -132,66 +145,70 @@ class Probe:
     def _taps(self, start: int, length: int, first_token: int) -> Taps | None:
         sites: list[I32] = []
         tokens: list[I32] = []
-        kinds: list[int] = []
+        kinds: list[I32] = []
         rows: list[I32] = []
-        scales: list[float] = []
+        scales: list[F32] = []
+        vectors: list[F32] = []
         num_captured = 0
         for each in (*self._edits, *self._captures):
-            places = each.wanted(start, start + length, self._num_prompt)
-            if not len(places):
+            places = each.wanted(start, start + length)
+            if not (count := len(places)):
                 continue
             if each.kind == CAPTURE:
-                row = np.arange(num_captured, num_captured + len(places), dtype=np.int32)
-                num_captured += len(places)
+                row = np.arange(num_captured, num_captured + count, dtype=np.int32)
+                num_captured += count
             elif each.vector_of is not None:
-                row = np.array([each.vector_of[place] for place in places.tolist()], np.int32)
+                row = np.arange(len(vectors), len(vectors) + count, dtype=np.int32)
+                vectors += [self._vectors[each.vector_of[place]] for place in places.tolist()]
             else:
-                row = np.full(len(places), each.first_vector, np.int32)
-            sites.append(np.full(len(places), each.site, np.int32))
+                row = np.full(count, len(vectors), np.int32)
+                first = each.first_vector
+                vectors += self._vectors[first : first + each.num_vectors]
+            sites.append(np.full(count, each.site, np.int32))
             tokens.append(places + np.int32(first_token - start))
-            kinds += [each.kind] * len(places)
-            scales += [each.scale] * len(places)
+            kinds.append(np.full(count, each.kind, np.int32))
+            scales.append(np.full(count, each.scale, np.float32))
             rows.append(row)
         if not sites:
             return None
         return Taps(
             np.concatenate(sites),
             np.concatenate(tokens),
-            np.array(kinds, np.int32),
+            np.concatenate(kinds),
             np.concatenate(rows),
-            np.array(scales, np.float32),
-            tuple(self._vectors),
+            np.concatenate(scales),
+            tuple(vectors),
             num_captured,
         )
 
     def num_captures(self, start: int, length: int) -> int:
         """How many rows a step captures for these positions."""
-        spans = (each.wanted(start, start + length, self._num_prompt) for each in self._captures)
-        return sum(map(len, spans))
+        spans = (each.among(start, start + length) for each in self._captures)
+        return sum(high - low for low, high in spans)
 
-    def take(self, start: int, length: int, captured: F32) -> None:
+    def take(self, row: Row, captured: F32) -> None:
         """Keep what a finished row captured."""
-        taken = 0
+        start, end, taken = row.start, row.start + row.length, 0
+        has_logits = np.zeros(row.length, np.bool_)
+        has_logits[: row.num_scored] = True
+        has_logits[-1] |= row.samples
         for each in self._captures:
-            width = self.widths[each.site]
-            for place in each.wanted(start, start + length, self._num_prompt).tolist():
-                row = captured[taken, :width]
-                taken += 1
-                self._found[each.site, place] = row.copy()
-        if start <= self.num_seen:
-            self.num_seen = max(self.num_seen, start + length)
+            low, high = each.among(start, end)
+            rows, taken = captured[taken : taken + high - low], taken + high - low
+            is_late = self.sites[each.site].is_late
+            self._kept[each.site].keep(start, end, rows, has_logits if is_late else None)
 
     def values(self, name: str, span: Span, num_tokens: int) -> tuple[list[int], F32]:
         """The captured positions of a site among the first `num_tokens`, and their values."""
         site = self._site(name)
-        placed = _Placed(site, span.resolved(self._num_prompt), span.phase)
-        places = placed.wanted(0, num_tokens, self._num_prompt).tolist()
-        places = [place for place in places if (site, place) in self._found]
+        places = placed(site, span, self._num_prompt, num_tokens).wanted(0, num_tokens)
         shape = self.sites[site].shape
-        if not places:
+        if not len(places):
             return [], np.zeros((0, *shape), np.float32)
-        rows = np.stack([self._found[site, place] for place in places])
-        return places, rows.reshape(len(places), *shape)
+        rows = self._kept[site].values(places)
+        if rows is None:
+            raise InferenceError(f"The values of {name} were not computed for all positions.")
+        return places.tolist(), rows.reshape(len(places), *shape)
 
     def _site(self, name: str) -> int:
         if name not in self._numbers:
@@ -201,7 +218,7 @@ class Probe:
             )
         return self._numbers[name]
 
-    def _edit(self, edit: Edit) -> _Placed:
+    def _edit(self, edit: Edit) -> Placed:
         index = self._site(edit.site)
         site, first = self.sites[index], len(self._vectors)
         if not site.can_edit:
@@ -230,9 +247,15 @@ class Probe:
                     param="interp",
                 )
             vector_of = {place: first + offset for offset, place in enumerate(places)}
-        places_of = edit.span.resolved(self._num_prompt)
-        kind = _KINDS[edit.kind]
-        return _Placed(index, places_of, edit.span.phase, kind, edit.scale, first, vector_of)
+        where = placed(index, edit.span, self._num_prompt, self._num_tokens)
+        return dataclasses.replace(
+            where,
+            kind=_KINDS[edit.kind],
+            scale=edit.scale,
+            first_vector=first,
+            num_vectors=len(self._vectors) - first,
+            vector_of=vector_of,
+        )
 
 
 def with_layers(request: InterpRequest, sites: tuple[Site, ...]) -> InterpRequest:

@@ -1,7 +1,8 @@
 """What a request gets back at its end: captured values, lens, attention patterns, attribution.
 
 Lens and attribution need the LM head. A few rows of it are computed after each step, so that other
-requests do not wait long.
+requests do not wait long. The result is sent in pieces, one after each step, so that no message is
+large and none keeps the engine from its other work.
 """
 
 import json
@@ -10,42 +11,49 @@ from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
+from numpy.typing import NDArray
 
 from engine.backends.custom.architectures.sites import PATTERN, site_name
-from engine.backends.custom.runtime.interp.attention import pattern
+from engine.backends.custom.runtime.interp.attention import Pattern
 from engine.backends.custom.runtime.interp.attribution import attribution_of
 from engine.backends.custom.runtime.interp.probe import Probe
 from engine.backends.custom.runtime.interp.taps import Tappable
-from engine.backends.custom.runtime.model_runner import F32
+from engine.backends.custom.runtime.model_runner import F32, I32
 from engine.backends.custom.runtime.outputs import refusal
 from engine.backends.custom.runtime.sequence import Sequence
 from engine.core.errors import EngineError, InferenceError
-from engine.core.interfaces.interp import Lens
+from engine.core.interfaces.interp import Attention, Lens
 from engine.core.interfaces.request import TokenDelta
-from engine.core.tensor_file import StoredTensor, pack_tensors
+from engine.core.tensor_file import packed_header
 
 ROWS_PER_TURN = 32  # of the LM head
+PIECE_BYTES = 4 * 2**20  # of a result in one message
+Tensor = tuple[str, NDArray[Any]]
+_DTYPES = {np.dtype(np.float32): "F32", np.dtype(np.int32): "I32"}
 
 
 class Reports:
     """The last deltas of sequences whose results are still being made."""
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[Sequence, TokenDelta, Iterator[bytes | None] | None]] = []
+        self._waiting: list[tuple[Sequence, TokenDelta, Iterator[TokenDelta | None] | None]] = []
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    def sequences(self) -> Iterator[Sequence]:
+        return (seq for seq, _, _ in self._waiting)
 
     def hold(self, seq: Sequence, delta: TokenDelta) -> None:
         """Keep the last delta of a sequence until its result is made."""
         self._waiting.append((seq, delta, None))
 
     def advance(self, runner: Tappable) -> list[TokenDelta]:
-        """Work on the oldest result. Returns its delta if it is done."""
+        """Work on the oldest result. Returns a delta with a piece of it, if one is done."""
         seq, delta, work = self._waiting[0]
         try:
             if work is None:
-                work = _work(seq, runner)
+                work = _work(seq, delta, runner)
                 self._waiting[0] = (seq, delta, work)
             made = next(work)
         except EngineError as error:
@@ -57,74 +65,112 @@ class Reports:
             return [refusal(seq.request_id, seq.choice, failure)]
         if made is None:
             return []
-        del self._waiting[0]
-        return [replace(delta, captured=made)]
+        if made.finish_reason is not None:
+            del self._waiting[0]
+        return [made]
 
     def drop(self, request_id: str) -> None:
         """Forget the results of an aborted request."""
         self._waiting = [each for each in self._waiting if each[0].request_id != request_id]
 
 
-def _work(seq: Sequence, runner: Tappable) -> Iterator[bytes | None]:
-    """Makes the result of a sequence, and yields None after each piece of work."""
+def _work(seq: Sequence, last: TokenDelta, runner: Tappable) -> Iterator[TokenDelta | None]:
+    """Makes the result of a sequence, and yields None after each piece of work. Then it yields the
+    deltas with the pieces of the result, and `last` with the last one.
+    """
     probe = seq.probe
     assert probe is not None
     request, count = probe.request, len(seq.tokens) - 1
-    tensors: list[StoredTensor] = []
+    tensors: list[Tensor] = []
     facts: dict[str, Any] = {"token_ids": seq.token_ids, "num_prompt": seq.num_prompt}
     facts["captures"] = []
     for index, each in enumerate(request.captures):
         places, values = probe.values(each.site, each.span, count)
         facts["captures"].append({"site": each.site, "positions": places, "tensor": f"{index}"})
-        tensors.append(_stored(f"{index}", values))
+        tensors.append((f"{index}", values))
     if request.lens is not None:
-        facts["lens"] = found = []
-        for rows in _lens(probe, request.lens, runner, count):
-            found += rows
+        lens = _LensWork(probe, request.lens, count)
+        for _ in lens.run(runner):
             yield None
+        facts["lens"] = {"layers": list(request.lens.layers), "positions": lens.places}
+        tensors += [("lens.tokens", lens.tokens), ("lens.logprobs", lens.logprobs)]
     if request.attention is not None:
         facts["attention"] = []
         for layer in request.attention.layers:
-            places, weights = _pattern(probe, layer, runner, count)
+            made = _pattern(probe, request.attention, layer, runner, count)
+            for _ in made.run():
+                yield None
             name = f"blocks.{layer}.{PATTERN}"
-            facts["attention"].append({"site": name, "positions": places, "tensor": name})
-            tensors.append(_stored(name, weights))
-            yield None
+            facts["attention"].append({"site": name, "positions": made.places, "tensor": name})
+            tensors.append((name, made.weights))
     if request.attribution is not None:
         facts["attribution"] = attribution_of(seq, probe, request.attribution, runner, count)
-    yield pack_tensors(tensors, {"interp": json.dumps(facts)})
+    yield from _pieces(tensors, {"interp": json.dumps(facts)}, last)
 
 
-def _stored(name: str, values: F32) -> StoredTensor:
-    data = np.ascontiguousarray(values, np.float32)
-    return StoredTensor(name, "F32", data.shape, data.tobytes())
+def _pieces(
+    tensors: list[Tensor], metadata: dict[str, str], last: TokenDelta
+) -> Iterator[TokenDelta]:
+    described = [(name, _DTYPES[values.dtype], values.shape) for name, values in tensors]
+    parts = [memoryview(packed_header(described, metadata))]
+    parts += [
+        memoryview(np.ascontiguousarray(each).data).cast("B") for _, each in tensors if each.size
+    ]
+    piece, sent = bytearray(), 0
+    for part in parts:
+        while part:
+            room = PIECE_BYTES - len(piece)
+            piece += part[:room]
+            part = part[room:]
+            if len(piece) == PIECE_BYTES:
+                yield TokenDelta(
+                    last.request_id, last.choice, captured=bytes(piece), captured_at=sent
+                )
+                sent += len(piece)
+                piece = bytearray()
+    yield replace(last, captured=bytes(piece), captured_at=sent)
 
 
-def _lens(probe: Probe, lens: Lens, runner: Tappable, count: int) -> Iterator[list[dict[str, Any]]]:
-    for index, layer in enumerate(lens.layers):
-        places, values = probe.values(site_name(layer, "resid_post"), lens.span, count)
-        if lens.tuned:
-            matrix, bias = (np.frombuffer(data, np.float32) for data in lens.tuned[index])
-            width = values.shape[1]
-            values = values + values @ matrix.reshape(width, width).T + bias
-        for start in range(0, len(places), ROWS_PER_TURN):
-            logits = runner.unembed(values[start : start + ROWS_PER_TURN])
-            rows = zip(places[start : start + ROWS_PER_TURN], logits, strict=True)
-            yield [{"layer": layer, "position": p, "top": _top(row, lens.top)} for p, row in rows]
+class _LensWork:
+    """The likeliest tokens that the LM head gives for the streams after layers."""
+
+    def __init__(self, probe: Probe, lens: Lens, count: int) -> None:
+        self._probe, self._lens, self._count = probe, lens, count
+        name = site_name(lens.layers[0], "resid_post")
+        self.places = probe.values(name, lens.span, count)[0]
+        shape = (len(lens.layers), len(self.places), lens.top)
+        self.tokens: I32 = np.zeros(shape, np.int32)
+        self.logprobs: F32 = np.zeros(shape, np.float32)
+
+    def run(self, runner: Tappable) -> Iterator[None]:
+        lens = self._lens
+        for index, layer in enumerate(lens.layers):
+            name = site_name(layer, "resid_post")
+            _, values = self._probe.values(name, lens.span, self._count)
+            for start in range(0, len(values), ROWS_PER_TURN):
+                rows = values[start : start + ROWS_PER_TURN]
+                if lens.tuned:
+                    matrix, bias = (np.frombuffer(data, np.float32) for data in lens.tuned[index])
+                    rows = rows + rows @ matrix.reshape(len(bias), len(bias)).T + bias
+                for offset, logits in enumerate(runner.unembed(rows)):
+                    self._keep(index, start + offset, logits)
+                yield
+
+    def _keep(self, layer: int, place: int, logits: F32) -> None:
+        count = min(self._lens.top, len(logits))
+        if count < self.tokens.shape[2]:  # the vocabulary has fewer tokens
+            self.tokens, self.logprobs = self.tokens[..., :count], self.logprobs[..., :count]
+        best = np.argpartition(-logits, min(count, len(logits) - 1))[:count]
+        best = best[np.argsort(-logits[best], kind="stable")]
+        shifted = logits - logits.max()
+        self.tokens[layer, place] = best
+        self.logprobs[layer, place] = shifted[best] - np.log(np.exp(shifted).sum())
 
 
-def _top(logits: F32, count: int) -> list[tuple[int, float]]:
-    best = np.argpartition(-logits, min(count, len(logits) - 1))[:count]
-    best = best[np.argsort(-logits[best], kind="stable")]
-    shifted = logits - logits.max()
-    logprobs = shifted[best] - np.log(np.exp(shifted).sum())
-    return list(zip(best.tolist(), logprobs.tolist(), strict=True))
-
-
-def _pattern(probe: Probe, layer: int, runner: Tappable, count: int) -> tuple[list[int], F32]:
-    attention = probe.request.attention
-    assert attention is not None
+def _pattern(
+    probe: Probe, attention: Attention, layer: int, runner: Tappable, count: int
+) -> Pattern:
     places, q = probe.values(site_name(layer, "rot_q"), attention.span, count)
     _, k = probe.values(site_name(layer, "rot_k"), type(attention.span)(), count)
     heads = range(q.shape[1]) if attention.heads is None else attention.heads
-    return places, pattern(runner.config, layer, q, k, places, heads)
+    return Pattern(runner.config, layer, q, k, places, heads)

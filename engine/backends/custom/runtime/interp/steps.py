@@ -1,5 +1,6 @@
 """Connects probes with the steps of the engine: taps into a step, captured rows out of it."""
 
+import logging
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -11,8 +12,12 @@ from engine.core.errors import InvalidRequestError, RateLimitError
 from engine.core.interfaces.interp import InterpRequest
 from engine.core.interfaces.request import AdapterRef, GenerateRequest
 
-# What the running and waiting sequences of a tenant may capture together
+log = logging.getLogger(__name__)
+
+# What the sequences of a tenant may take together, and those of all tenants. Sequences whose
+# results are being made count too.
 MAX_HELD_BYTES = 512 * 2**20
+MAX_ALL_HELD_BYTES = 4 * MAX_HELD_BYTES
 
 
 def make_probe(
@@ -27,14 +32,26 @@ def make_probe(
         _check_head(request.interp, request.adapter)
     if not isinstance(runner, Tappable) or not runner.sites:
         raise InvalidRequestError("interp: this model's backend shows no activations.")
-    probe = Probe(request.interp, runner.sites, len(request.prompt), max_tokens)
-    own = (each.probe for each in live if each.tenant == request.tenant)
-    held = sum(each.num_bytes for each in own if each is not None)
-    if probe.num_bytes and held + probe.num_bytes > MAX_HELD_BYTES:
-        raise RateLimitError(
-            "Your other requests capture too much at once; try again later.", retry_after=None
-        )
+    shape = (len(request.prompt), max_tokens, request.params.n)
+    probe = Probe(request.interp, runner.sites, *shape)
+    if request.resumed is None:  # what was taken in before an engine died had room
+        _check_room(probe, request.tenant, live)
     return probe
+
+
+def _check_room(probe: Probe, tenant: str, live: Iterable[Sequence]) -> None:
+    held = [(each.tenant, each.probe.num_bytes) for each in live if each.probe is not None]
+    own = sum(num_bytes for name, num_bytes in held if name == tenant)
+    if probe.num_bytes + own > MAX_HELD_BYTES:
+        raise RateLimitError(
+            f"Your other requests with interp take {own:,} bytes, this one {probe.num_bytes:,}, and"
+            f" all together may take {MAX_HELD_BYTES:,}; try again later.",
+            retry_after=None,
+        )
+    if probe.num_bytes + sum(num_bytes for _, num_bytes in held) > MAX_ALL_HELD_BYTES:
+        raise RateLimitError(
+            "The requests with interp take too much memory; try again later.", retry_after=None
+        )
 
 
 def _check_head(interp: InterpRequest, adapter: AdapterRef) -> None:
@@ -67,9 +84,10 @@ def with_taps(inputs: BatchInputs, rows: tuple[Row, ...]) -> BatchInputs:
     return replace(inputs, taps=TapInputs.of(tuple(found), widths) if found else None)
 
 
-def take_captures(batch: ScheduledBatch, output: StepOutput) -> None:
-    """Give each sequence what its row captured."""
+def take_captures(batch: ScheduledBatch, output: StepOutput) -> list[Sequence]:
+    """Give each sequence what its row captured. Returns the sequences that could not take it."""
     start = 0
+    failed: list[Sequence] = []
     assert output.captured is not None
     for index, row in enumerate(batch.rows):
         seq = row.seq
@@ -77,5 +95,11 @@ def take_captures(batch: ScheduledBatch, output: StepOutput) -> None:
             continue
         count = seq.probe.num_captures(row.start, row.length)
         rows, start = output.captured[start : start + count], start + count
-        if seq.finish_reason is None and output.finite[index]:
-            seq.probe.take(row.start, row.length, rows)
+        if seq.finish_reason is not None or not output.finite[index]:
+            continue
+        try:
+            seq.probe.take(row, rows)
+        except Exception:  # such as a lack of memory
+            log.exception("request %s could not take what it captured", seq.request_id)
+            failed.append(seq)
+    return failed

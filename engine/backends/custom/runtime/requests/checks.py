@@ -13,6 +13,9 @@ from engine.core.errors import EngineError, InferenceError, InvalidRequestError,
 from engine.core.forecast import WaitForecast
 from engine.core.interfaces.request import GenerateRequest
 
+# Logprobs of prompt tokens and of their alternatives, which are sent in one message
+MAX_PROMPT_SCORES = 2**22
+
 
 class RequestChecks:
     """Finds why a request is refused: it can never run here, or it would wait too long."""
@@ -50,6 +53,8 @@ class RequestChecks:
                 f"This model's maximum context length is {spec.max_seq_len} tokens, "
                 f"but the prompt has {len(prompt)}."
             )
+        if (fault := _too_many_scores(request)) is not None:
+            return fault
         try:
             self._maker.probe(request)
         except EngineError as error:
@@ -97,3 +102,15 @@ class RequestChecks:
             f" {limit_s:.0f} s; try again later.",
             retry_after=expected,
         )
+
+
+def _too_many_scores(request: GenerateRequest) -> EngineError | None:
+    params = request.params
+    count = len(request.prompt) * (1 + params.num_prompt_logprobs) if params.score_prompt else 0
+    if count <= MAX_PROMPT_SCORES:
+        return None
+    return InvalidRequestError(
+        f"The prompt would have {count:,} logprobs, and may have {MAX_PROMPT_SCORES:,}; ask for"
+        " fewer alternatives, or send a shorter prompt.",
+        param="prompt_logprobs",
+    )

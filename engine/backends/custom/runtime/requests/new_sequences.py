@@ -116,8 +116,7 @@ class SequenceMaker:
             expected=packed(request.expected),
             # All choices have the same prompt, so only the first choice computes the prompt's
             # logprobs.
-            scores_prompt=(params.score_prompt and is_first and not before.token_ids)
-            or (probe is not None and probe.needs_logits),
+            scores_prompt=params.score_prompt and is_first and not before.token_ids,
             probe=probe,
             reports_progress=request.reports_progress and is_first,
             queued_at=queued_at,
@@ -134,7 +133,7 @@ class SequenceMaker:
             return None
         from engine.backends.custom.runtime.interp.steps import make_probe  # few servers need it
 
-        live = self._scheduler.sequences()
+        live = self._scheduler.probed()
         return make_probe(request, self._runner, self.max_tokens(request), live)
 
     def max_tokens(self, request: GenerateRequest) -> int:

@@ -111,7 +111,7 @@ class KVTiers:
 
     def read_ahead(self, seq: "Seq") -> None:
         """Start to load the blocks that a waiting sequence lacks."""
-        if seq.is_scoring or seq.namespace.startswith(UNSHARED):
+        if seq.starts_over or seq.namespace.startswith(UNSHARED):
             return
         if not self._kv.sharing or not self._mover.has_readable:
             return
