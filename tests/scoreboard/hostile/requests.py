@@ -15,10 +15,12 @@ from typing import Any
 from urllib.parse import quote
 
 from tests.dialect_examples import SAME
+from tests.scoreboard.hostile import grpc_calls
 from tests.scoreboard.hostile.fields import Known, draw_of, example
 from tests.scoreboard.hostile.values import RAW, Schema, Values, text
 from tests.scoreboard.http_bodies import least_bodies
 
+GRPC = "GRPC"  # stands for the method
 NUM_FIELDS = (0, 1, 2, 3, 5, 8, 12, 16)
 # Shares of the ways to send a request; the rest is sent plainly.
 MANNERS = {
@@ -114,6 +116,10 @@ def _pairs(route: Route, fields: Iterable[str]) -> Iterator[Pair]:
         yield route.kind, one, other
 
 
+def _grpc_route(target: str) -> Route:
+    return Route(GRPC, target, None, False, (), {})
+
+
 class Generator:
     """Draws hostile requests for all routes of an OpenAPI description."""
 
@@ -121,7 +127,7 @@ class Generator:
         self.known = known
         self._values = Values(description)
         self._bodies = least_bodies(known.model)
-        self.routes = list(self._read_routes(description))
+        self.routes = [*self._read_routes(description), *map(_grpc_route, grpc_calls.targets())]
         self._weights = [1 + len(route.fields) / 4 for route in self.routes]
 
     def _read_routes(self, description: Schema) -> Any:
@@ -158,6 +164,9 @@ class Generator:
     def request(self, seed: int) -> Hostile:
         route, fields = self.outline(seed)
         rng = random.Random(seed)
+        if route.method == GRPC:
+            content = grpc_calls.message(rng, route.path.rpartition("/")[2], self.known)
+            return Hostile(seed, route.name, GRPC, route.path, (), content, "plain", False, None)
         manner = _manner(rng)
         body = None if route.body is None else self.body(rng, route, fields)
         content, kind = self._form(rng) if route.is_form else _content(rng, body, manner)

@@ -1,5 +1,6 @@
 """The server that gets hostile requests: one tenant sends them, and another is innocent."""
 
+import asyncio
 import re
 import tempfile
 from collections import Counter
@@ -13,9 +14,9 @@ import httpx
 
 from engine.core.key_file import add_key
 from tests.live_server import free_port
-from tests.scoreboard.hostile import observed
+from tests.scoreboard.hostile import grpc_calls, observed
 from tests.scoreboard.hostile.fields import Known
-from tests.scoreboard.hostile.requests import Generator, Hostile
+from tests.scoreboard.hostile.requests import GRPC, Generator, Hostile
 from tests.scoreboard.hostile.wire import Answer, send
 from tests.scoreboard.http_bodies import MESSAGES
 from tests.scoreboard.http_described import MAX_ERROR_BYTES
@@ -48,7 +49,7 @@ class Victim:
         key = ADMIN_KEY if hostile.as_admin else KEY
         for _ in range(MAX_TRIES):
             try:
-                answer = await send(self.served.address, hostile, key, BOUND_S)
+                answer = await self._send(hostile, key)
             except TimeoutError:
                 return f"hung: no answer within {BOUND_S:g} s"
             for id in ID.findall(answer.body[:20_000]):
@@ -64,6 +65,13 @@ class Victim:
                 break
             hostile = smaller
         return None
+
+    async def _send(self, hostile: Hostile, key: str) -> Answer:
+        if hostile.method == GRPC:
+            async with asyncio.timeout(BOUND_S):
+                given = (hostile.target, hostile.content, key, hostile.seed)
+                return await grpc_calls.call(self.grpc_port, *given)
+        return await send(self.served.address, hostile, key, BOUND_S)
 
 
 def _refused_fields(hostile: Hostile, answer: Answer) -> list[str]:
