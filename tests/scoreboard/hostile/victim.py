@@ -26,6 +26,7 @@ from tests.scoreboard.served_engine import MODEL, Served, served_engine
 REQUEST_TIMEOUT_S = 30.0
 BOUND_S = REQUEST_TIMEOUT_S + 60  # then an answer counts as hung, even on a busy machine
 ARGUMENTS = ("--batch-size", "8", "--max-sequence-length", "2048", "--memory-pool-size-mb", "256")
+SHOWN_BYTES = 1_000
 MAX_TRIES = 8  # to send a request without the fields that were refused
 INTERNAL = b"The server failed to answer this request."
 ID = re.compile(rb'"(?:id|request_id)":\s?"([a-z]+[_-][\w-]{6,80})"')
@@ -56,7 +57,7 @@ class Victim:
                 self.generator.known.learn(id.decode())
             self.statuses[answer.status] += 1
             if problem := fault_of(answer):
-                return problem
+                return f"{problem} for {hostile.content[:SHOWN_BYTES]!r}"
             refused = _refused_fields(hostile, answer)
             if not refused:
                 break
@@ -87,7 +88,7 @@ def _refused_fields(hostile: Hostile, answer: Answer) -> list[str]:
 
 def fault_of(answer: Answer) -> str | None:
     """What is wrong with an answer. A client may be refused, but not because of a bug."""
-    told = f"{answer.status} {answer.body[:200]!r}"
+    told = f"{answer.status} {answer.body[:60]!r}"
     is_refusal = answer.status in (501, 507) or (answer.status == 503 and answer.retry_after)
     if (answer.status >= 500 and not is_refusal) or INTERNAL in answer.body:
         return f"server error: {told}"
