@@ -21,6 +21,7 @@ class Known:
     """What a client knows of a server: its model, and ids of stored objects by their prefix."""
 
     model: str
+    sees: bool = False  # whether the model takes images
     ids: dict[str, list[str]] = field(default_factory=dict)
 
     def learn(self, id: str) -> None:
@@ -158,7 +159,7 @@ FIELDS: dict[str, Draw] = {
     "json_schema": lambda rng, known: grammars.schema(rng),
     "keep_alive": lambda rng, known: rng.choice((-1, "5m", "1e400h", text(rng))),
     "logit_bias": _bias,
-    "messages": lambda rng, known: messages.messages(rng),
+    "messages": lambda rng, known: messages.messages(rng, sees=known.sees),
     "model": lambda rng, known: known.model if rng.random() < 0.97 else known.one(rng, "ft"),
     "options": _options,
     "part_ids": lambda rng, known: [known.one(rng, "part")] * rng.choice((1, 2, 1_000)),
@@ -201,7 +202,9 @@ FIELDS_OF_PATH: dict[str, dict[str, Draw]] = {
         "text": lambda rng, known: {"format": grammars.response_format(rng)},
     },
     "/v1/chat/completions/batch": {
-        "messages": lambda rng, known: [messages.messages(rng)] * rng.choice((1, 2, 128, 129)),
+        "messages": lambda rng, known: (
+            [messages.messages(rng, sees=known.sees)] * rng.choice((1, 2, 128, 129))
+        ),
     },
     "/tokenize": {"prompt": lambda rng, known: words(rng, 3) * rng.choice((1, 1, 20_000))},
 }

@@ -73,8 +73,9 @@ def _part(rng: random.Random) -> dict[str, Any]:
     )
 
 
-def content(rng: random.Random) -> Any:
-    match rng.randrange(10):
+def content(rng: random.Random, *, sees: bool = False) -> Any:
+    """The content of a message; mostly images, if the model `sees`."""
+    match rng.choice((1, 2)) if sees and rng.random() < 0.7 else rng.randrange(10):
         case 0:
             return text(rng)
         case 1:
@@ -114,12 +115,13 @@ def _turn(rng: random.Random) -> list[dict[str, Any]]:
     )
 
 
-def messages(rng: random.Random) -> list[Any]:
+def messages(rng: random.Random, *, sees: bool = False) -> list[Any]:
     if rng.random() < 0.05:
         return [{"role": "user", "content": "a"}] * rng.choice((50, 300, 4_096, 4_097))
     turns = [_turn(rng) for _ in range(rng.choice((0, 0, 0, 1, 2)))]
-    last = {"role": "user", "content": words(rng, 3) if rng.random() < 0.6 else content(rng)}
-    return [message for turn in turns for message in turn] + [last]
+    is_plain = not sees and rng.random() < 0.6
+    said = words(rng, 3) if is_plain else content(rng, sees=sees)
+    return [message for turn in turns for message in turn] + [{"role": "user", "content": said}]
 
 
 def anthropic_messages(rng: random.Random) -> list[Any]:

@@ -49,6 +49,7 @@ WITHHELD = frozenset(
 )
 # Fields whose sound values say how much is computed; only hand-made values are drawn for them.
 COSTLY = frozenset({"max_tokens", "max_new_tokens", "n_predict", "num_predict", "min_tokens"})
+IMAGE_FIELDS = frozenset({"messages", "images", "input"})
 PREFIXES = {
     "response_id": ("resp",),
     "conversation_id": ("conv",),
@@ -128,6 +129,8 @@ class Generator:
         self._values = Values(description)
         self._bodies = least_bodies(known.model)
         self.routes = [*self._read_routes(description), *map(_grpc_route, grpc_calls.targets())]
+        if known.sees:
+            self.routes = [each for each in self.routes if IMAGE_FIELDS & each.fields.keys()]
         self._weights = [1 + len(route.fields) / 4 for route in self.routes]
 
     def _read_routes(self, description: Schema) -> Any:
@@ -274,14 +277,14 @@ class Generator:
     def _lines(self, rng: random.Random) -> bytes:
         """A file for a batch, or for training."""
         chat = {"messages": [{"role": "user", "content": "a"}]}
-        chats = [route for route in self.routes if route.path == "/v1/completions"]
-        fields = rng.sample(sorted(chats[0].fields), 3)
+        (asked,) = (route for route in self.routes if route.path == "/v1/completions")
+        fields = rng.sample(sorted(asked.fields), 3)
         lines = [
             {
                 "custom_id": rng.choice(("a", str(number), text(rng))),
                 "method": "POST",
                 "url": rng.choice(("/v1/completions", "/v1/completions", "/v1/admin/drain")),
-                "body": self.body(rng, chats[0], fields),
+                "body": self.body(rng, asked, fields),
             }
             if rng.random() < 0.7
             else {"messages": [*chat["messages"], {"role": "assistant", "content": text(rng)}]}

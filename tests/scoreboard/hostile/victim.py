@@ -25,7 +25,9 @@ from tests.scoreboard.served_engine import MODEL, Served, served_engine
 
 REQUEST_TIMEOUT_S = 30.0
 BOUND_S = REQUEST_TIMEOUT_S + 60  # then an answer counts as hung, even on a busy machine
-ARGUMENTS = ("--batch-size", "8", "--max-sequence-length", "2048", "--memory-pool-size-mb", "256")
+ARGUMENTS = ("--batch-size", "8", "--memory-pool-size-mb", "256")
+MAX_TOKENS = 2_048  # of the default model, so that long prompts do not take too long
+SEEING_MODEL = "tiny-vision"
 SHOWN_BYTES = 1_000
 MAX_TRIES = 8  # to send a request without the fields that were refused
 INTERNAL = b"The server failed to answer this request."
@@ -98,8 +100,10 @@ def fault_of(answer: Answer) -> str | None:
 
 
 @contextmanager
-def attacked_server() -> Iterator[Victim]:
-    """`engine serve` with the default model, all dialects, gRPC, and keys."""
+def attacked_server(*, sees: bool = False) -> Iterator[Victim]:
+    """`engine serve` with all dialects, gRPC, and keys: with the default model, or with a tiny one
+    that sees images.
+    """
     with tempfile.TemporaryDirectory(prefix="scoreboard-") as name:
         folder, port = Path(name), free_port()
         key, _ = add_key(folder / "keys.json", "innocent")
@@ -115,12 +119,26 @@ def attacked_server() -> Iterator[Victim]:
         }
         env = {f"LLM_ENGINE_{name}": value for name, value in settings.items()}
         env[observed.FILE_VARIABLE] = str(silences)
-        with served_engine(*ARGUMENTS, env=env, module=observed.__name__) as served:
+        model, arguments = _seeing_model(folder) if sees else _default_model()
+        with served_engine(
+            *ARGUMENTS, *arguments, model=model, env=env, module=observed.__name__
+        ) as served:
             served.headers = dict(ADMIN)
-            known = Known(MODEL)
+            known = Known(SEEING_MODEL if sees else MODEL, sees)
             _store_objects(served.url, known)
             generator = Generator(served.get("/openapi.json").json(), known)
             yield Victim(served, silences, key, generator, port)
+
+
+def _default_model() -> tuple[str, tuple[str, ...]]:
+    return MODEL, ("--max-sequence-length", str(MAX_TOKENS))
+
+
+def _seeing_model(folder: Path) -> tuple[str, tuple[str, ...]]:
+    from tests.parity import tiny_vision  # imports torch and transformers
+
+    _, path = tiny_vision.servable("smolvlm", folder)
+    return str(path), ("--name", SEEING_MODEL)
 
 
 def _store_objects(url: str, known: Known) -> None:
@@ -134,12 +152,12 @@ def _store_objects(url: str, known: Known) -> None:
             known.learn(id)
             return id
 
-        model = {"model": MODEL}
+        model = {"model": known.model}
         one = {"max_tokens": 1}
         post("/v1/chat/completions", {**model, **one, "messages": MESSAGES, "store": True})
         post("/v1/responses", {**model, "input": "a", "max_output_tokens": 1})
         post("/v1/conversations", {"items": [{"role": "user", "content": "a"}]})
-        capture = {"capture": [{"site": "blocks.7.hook_resid_post"}], "store": True}
+        capture = {"capture": [{"site": "hook_embed"}], "store": True}
         post("/v1/interp/run", {**model, "prompt": "a b c", "interp": capture})
         post(
             "/v1/uploads",

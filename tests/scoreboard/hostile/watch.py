@@ -23,11 +23,11 @@ class Innocent:
     from the one that it got alone.
     """
 
-    def __init__(self, served: Served, key: str, number: int) -> None:
+    def __init__(self, served: Served, model: str, key: str, number: int) -> None:
         self._served = served
         self._headers = {"Authorization": f"Bearer {key}"}
         prompt = f"{number}. The sky is"
-        fields = {"max_tokens": 12, "stream": number % 2 == 0, "logprobs": 1}
+        fields = {"model": model, "max_tokens": 12, "stream": number % 2 == 0, "logprobs": 1}
         self._path, self._body = COMPLETIONS, completion(prompt, **fields)
         if number % 3 == 2:
             del self._body["prompt"]
