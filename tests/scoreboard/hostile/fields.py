@@ -11,8 +11,9 @@ from tests.scoreboard.hostile.interp import interp
 from tests.scoreboard.hostile.values import text, words
 
 VOCABULARY = 49_152  # of the default model
-LONG_PROMPTS = (200, 600, 1_500)  # in words, which are tokens here
+LONG_PROMPTS = (200, 200, 200, 600, 1_500)  # in words, which are tokens here
 LONG_SHARE = 0.01
+RESULTS = ("interp", "cmpl", "chatcmpl")  # prefixes of ids that captures are stored under
 MAX_KNOWN = 8  # ids that are remembered of each kind
 
 
@@ -30,6 +31,11 @@ class Known:
         if id not in kept:
             kept.append(id)
             del kept[:-MAX_KNOWN]
+
+    @property
+    def results(self) -> list[str]:
+        """The ids of stored captures."""
+        return [id for prefix in RESULTS for id in self.ids.get(prefix, ())]
 
     def one(self, rng: random.Random, *prefixes: str) -> str:
         """A known id, or one that is none."""
@@ -155,7 +161,7 @@ FIELDS: dict[str, Draw] = {
     "input": _texts,
     "input_file_id": lambda rng, known: known.one(rng, "file"),
     "inputs": _tensors,
-    "interp": lambda rng, known: interp(rng, known.ids.get("cmpl", []) + known.ids.get("run", [])),
+    "interp": lambda rng, known: interp(rng, known.results),
     "json_schema": lambda rng, known: grammars.schema(rng),
     "keep_alive": lambda rng, known: rng.choice((-1, "5m", "1e400h", text(rng))),
     "logit_bias": _bias,
@@ -205,6 +211,12 @@ FIELDS_OF_PATH: dict[str, dict[str, Draw]] = {
         "messages": lambda rng, known: (
             [messages.messages(rng, sees=known.sees)] * rng.choice((1, 2, 128, 129))
         ),
+    },
+    "/v1/interp/run": {
+        "prompt": lambda rng, known: (
+            words(rng, rng.choice(LONG_PROMPTS)) if rng.random() < 0.2 else prompt(rng, known)
+        ),
+        "interp": lambda rng, known: interp(rng, known.results),
     },
     "/tokenize": {"prompt": lambda rng, known: words(rng, 3) * rng.choice((1, 1, 20_000))},
 }

@@ -20,12 +20,29 @@ SITES = (
         )
     ),
 )
+LARGE_SHARE = 0.2
 NO_SITES = ("blocks.99.hook_resid_post", "blocks.-1.hook_mlp_out", "hook", "blocks.0." + "x" * 118)
+ALL = list(range(NUM_LAYERS))
+# Sound ones that make as much as a prompt allows.
+LARGE: tuple[dict[str, Any], ...] = (
+    {"attention": {"layers": ALL, "positions": "all"}},
+    {"attention": {"layers": ALL[:3] * 100, "positions": "all", "heads": [0] * 500}},
+    {"attention": {"layers": [0], "positions": [-1] * 30_000}},
+    {"lens": {"layers": "all", "positions": "all", "top": MAX_TOP}},
+    {"lens": {"layers": ALL * 30, "positions": "last", "top": MAX_TOP}},
+    {"capture": [{"site": "hook_embed", "positions": "all"}] * 40},
+    {"capture": [{"site": site, "positions": "all"} for site in SITES if "pattern" not in site]},
+)
 PARTS = ("capture", "edit", "lens", "attention", "features", "attribution")
 
 
 def interp(rng: random.Random, results: list[str]) -> dict[str, Any]:
     """Any combination of readings and edits. `results` are ids of earlier captures."""
+    if rng.random() < LARGE_SHARE:
+        return rng.choice(LARGE)
+    if results and rng.random() < LARGE_SHARE / 4:
+        source = {"id": rng.choice(results), "positions": [0] * 32_000}
+        return {"edit": [{"site": "hook_embed", "op": "patch", "from": source}]}
     drawn = {
         "capture": lambda: _captures(rng),
         "edit": lambda: _edits(rng, results),

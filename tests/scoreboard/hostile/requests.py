@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 from tests.dialect_examples import SAME
 from tests.scoreboard.hostile import grpc_calls
-from tests.scoreboard.hostile.fields import Known, draw_of, example
+from tests.scoreboard.hostile.fields import RESULTS, Known, draw_of, example
 from tests.scoreboard.hostile.values import RAW, Schema, Values, text
 from tests.scoreboard.http_bodies import least_bodies
 
@@ -58,7 +58,7 @@ PREFIXES = {
     "upload_id": ("upload",),
     "batch_id": ("batch", "msgbatch"),
     "job_id": ("ftjob",),
-    "result_id": ("cmpl", "run"),
+    "result_id": RESULTS,
     "request_id": ("req", "gen"),
     "item_id": ("msg",),
 }
@@ -79,10 +79,18 @@ class Hostile:
     body: dict[str, Any] | None  # None: the content is something else than the JSON of a body
 
     def without(self, fields: Iterable[str], least: dict[str, Any]) -> "Hostile":
-        """The same request with the least values of these fields, or without them."""
+        """The same request with the least values of these fields, or without them. A name with a
+        dot is that of a field within an object.
+        """
         assert self.body is not None
-        kept = {name: value for name, value in self.body.items() if name not in fields}
-        body = kept | {name: least[name] for name in fields if name in least}
+        body = dict(self.body)
+        for outer, _, inner in (name.partition(".") for name in fields):
+            if inner and isinstance(body[outer], dict) and inner in body[outer]:
+                body[outer] = {key: value for key, value in body[outer].items() if key != inner}
+                continue
+            del body[outer]
+            if outer in least:
+                body[outer] = least[outer]
         return replace(self, body=body, content=_encode(body).encode())
 
     def head(self, *extra: tuple[str, str]) -> bytes:
@@ -117,6 +125,11 @@ def _pairs(route: Route, fields: Iterable[str]) -> Iterator[Pair]:
         yield route.kind, one, other
 
 
+def _weight(route: Route) -> float:
+    """How often a route is used: the more fields it has, the more often."""
+    return (1 + len(route.fields) / 4) * (3 if route.path == "/v1/interp/run" else 1)
+
+
 def _grpc_route(target: str) -> Route:
     return Route(GRPC, target, None, False, (), {})
 
@@ -131,7 +144,7 @@ class Generator:
         self.routes = [*self._read_routes(description), *map(_grpc_route, grpc_calls.targets())]
         if known.sees:
             self.routes = [each for each in self.routes if IMAGE_FIELDS & each.fields.keys()]
-        self._weights = [1 + len(route.fields) / 4 for route in self.routes]
+        self._weights = [_weight(route) for route in self.routes]
 
     def _read_routes(self, description: Schema) -> Any:
         for path, operations in description["paths"].items():

@@ -81,8 +81,8 @@ def _refused_fields(hostile: Hostile, answer: Answer) -> list[str]:
     """The fields of the body that a refusal names."""
     if hostile.body is None or not 400 <= answer.status < 500:
         return []
-    named = re.search(rb'"param":\s?"(\w+)', answer.body)
-    if named is not None and named[1].decode() in hostile.body:
+    named = re.search(rb'"param":\s?"((\w+)(?:\.\w+)?)', answer.body)
+    if named is not None and named[2].decode() in hostile.body:
         return [named[1].decode()]
     words = set(re.findall(r"\w+", answer.body.decode("utf-8", "replace")))
     return [name for name in hostile.body if name in words]
