@@ -87,7 +87,8 @@ async def attack(run: Run, victim: Victim, count: int) -> Values:
     await asyncio.to_thread(victim.served.wait_until_idle, IDLE_WITHIN_S)
     after = watch.rss_mib()
     harmed = [failure for innocent in innocents for failure in innocent.failures]
-    for failure in (*watch.failures, *harmed):
+    tracebacks = watch.tracebacks()
+    for failure in (*watch.failures, *harmed, *tracebacks):
         run.fail(failure)
     _note(run, victim, attackers, watch, innocents)
     return {
@@ -95,6 +96,7 @@ async def attack(run: Run, victim: Victim, count: int) -> Values:
         "server_deaths": watch.server_deaths,
         "silences": watch.num_silent(),
         "innocent_harmed": len(harmed),
+        "tracebacks": len(tracebacks),
         **attackers.counts,
         "server_growth_mib": after[0] - before[0],
         "engine_growth_mib": after[1] - before[1],
@@ -148,6 +150,7 @@ def _shared_victim(*, sees: bool) -> Victim:
         "server_errors": at_most(0),
         "errors_over_8_kb": at_most(0),
         "hung": at_most(0),
+        "tracebacks": at_most(0),
         "server_growth_mib": at_most(MAX_GROWTH_MIB),
         "engine_growth_mib": at_most(MAX_GROWTH_MIB),
     },

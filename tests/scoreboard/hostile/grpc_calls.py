@@ -9,9 +9,9 @@ from typing import Any
 import grpc
 
 from engine.servers.kserve.grpc_messages import CLASSES, SERVICE, UNARY
+from tests.scoreboard.hostile.cases import Answer
 from tests.scoreboard.hostile.fields import Known
 from tests.scoreboard.hostile.values import text, words
-from tests.scoreboard.hostile.wire import Answer
 
 STREAM = "ModelStreamInfer"
 METHODS = (*UNARY, STREAM)

@@ -9,7 +9,6 @@ import json
 import os
 import threading
 import time
-import weakref
 
 from engine.backends.custom.ipc.heartbeat import Heartbeat
 from engine.cli.main import main
@@ -18,7 +17,7 @@ FILE_VARIABLE = "SCOREBOARD_SILENCES"
 LOOK_EVERY_S = 0.05
 LINE_EVERY_S = 0.5
 
-_hearts: "weakref.WeakSet[Heartbeat]" = weakref.WeakSet()
+_latest: list[Heartbeat] = []  # the heartbeat of the engine that runs; empty before there is one
 
 
 def _remember() -> None:
@@ -26,7 +25,7 @@ def _remember() -> None:
 
     def remembering(heart: Heartbeat, fileno: int) -> None:
         init(heart, fileno)
-        _hearts.add(heart)
+        _latest[:] = [heart]
 
     Heartbeat.__init__ = remembering  # type: ignore[method-assign]
 
@@ -36,8 +35,8 @@ def _observe(path: str) -> None:
         while True:
             longest, ends = 0.0, time.monotonic() + LINE_EVERY_S
             while time.monotonic() < ends:
-                ages = [heart.vitals().silent_s or 0.0 for heart in list(_hearts)]
-                longest = max([longest, *ages])
+                for heart in list(_latest):
+                    longest = max(longest, heart.vitals().silent_s or 0.0)
                 time.sleep(LOOK_EVERY_S)
             file.write(json.dumps({"silent_s": round(longest, 3)}) + "\n")
 

@@ -6,18 +6,18 @@ at a limit or beyond, and the others are sound.
 
 import gzip
 import itertools
-import json
 import random
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
 from tests.dialect_examples import SAME
 from tests.scoreboard.hostile import grpc_calls
+from tests.scoreboard.hostile.cases import Hostile, encode
 from tests.scoreboard.hostile.fields import RESULTS, Known, draw_of, example
-from tests.scoreboard.hostile.values import RAW, Schema, Values, text
+from tests.scoreboard.hostile.values import Schema, Values, text
 from tests.scoreboard.http_bodies import least_bodies
 
 GRPC = "GRPC"  # stands for the method
@@ -62,40 +62,6 @@ PREFIXES = {
     "request_id": ("req", "gen"),
     "item_id": ("msg",),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Hostile:
-    """One request, and how it is sent."""
-
-    seed: int
-    route: str
-    method: str
-    target: str
-    headers: tuple[tuple[str, str], ...]
-    content: bytes
-    manner: str
-    as_admin: bool
-    body: dict[str, Any] | None  # None: the content is something else than the JSON of a body
-
-    def without(self, fields: Iterable[str], least: dict[str, Any]) -> "Hostile":
-        """The same request with the least values of these fields, or without them. A name with a
-        dot is that of a field within an object.
-        """
-        assert self.body is not None
-        body = dict(self.body)
-        for outer, _, inner in (name.partition(".") for name in fields):
-            if inner and isinstance(body[outer], dict) and inner in body[outer]:
-                body[outer] = {key: value for key, value in body[outer].items() if key != inner}
-                continue
-            del body[outer]
-            if outer in least:
-                body[outer] = least[outer]
-        return replace(self, body=body, content=_encode(body).encode())
-
-    def head(self, *extra: tuple[str, str]) -> bytes:
-        lines = "".join(f"{name}: {value}\r\n" for name, value in (*self.headers, *extra))
-        return f"{self.method} {self.target} HTTP/1.1\r\n{lines}\r\n".encode("latin-1", "replace")
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,7 +269,7 @@ class Generator:
             else {"messages": [*chat["messages"], {"role": "assistant", "content": text(rng)}]}
             for number in range(rng.choice((1, 2, 5)))
         ]
-        return "\n".join(_encode(line) for line in lines).encode("utf-8", "surrogatepass")
+        return "\n".join(encode(line) for line in lines).encode("utf-8", "surrogatepass")
 
 
 def _is_for_admin(path: str) -> bool:
@@ -329,15 +295,9 @@ def _content(rng: random.Random, body: dict[str, Any] | None, manner: str) -> tu
     if body is None:
         return (b"" if rng.random() < 0.9 else b"{}"), "application/json"
     if manner == "repeated keys" and body:
-        doubled = ", ".join(_encode({name: body[name]})[1:-1] for name in [*body, *body])
+        doubled = ", ".join(encode({name: body[name]})[1:-1] for name in [*body, *body])
         return ("{" + doubled + "}").encode(), "application/json"
-    return _encode(body).encode(), "application/json"
-
-
-def _encode(value: Any) -> str:
-    """JSON, in which texts that begin with RAW are put without quotes."""
-    encoded = json.dumps(value)
-    return re.sub(rf'"{RAW}([^"]*)"', r"\1", encoded.replace(f'{RAW}\\"1\\"', "1"))
+    return encode(body).encode(), "application/json"
 
 
 def _encoded(rng: random.Random, content: bytes) -> tuple[bytes, str]:

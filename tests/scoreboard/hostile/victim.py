@@ -15,12 +15,19 @@ import httpx
 from engine.core.key_file import add_key
 from tests.live_server import free_port
 from tests.scoreboard.hostile import grpc_calls, observed
+from tests.scoreboard.hostile.cases import Answer, Hostile
 from tests.scoreboard.hostile.fields import Known
-from tests.scoreboard.hostile.requests import GRPC, Generator, Hostile
-from tests.scoreboard.hostile.wire import Answer, send
+from tests.scoreboard.hostile.requests import GRPC, Generator
+from tests.scoreboard.hostile.wire import send
 from tests.scoreboard.http_bodies import MESSAGES
-from tests.scoreboard.http_described import MAX_ERROR_BYTES
-from tests.scoreboard.http_target import ADMIN, ADMIN_KEY, CLIENT, KEY, NO_THROTTLE
+from tests.scoreboard.http_target import (
+    ADMIN,
+    ADMIN_KEY,
+    CLIENT,
+    KEY,
+    MAX_ERROR_BYTES,
+    NO_THROTTLE,
+)
 from tests.scoreboard.served_engine import MODEL, Served, served_engine
 
 REQUEST_TIMEOUT_S = 30.0

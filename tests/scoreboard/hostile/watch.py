@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 from pathlib import Path
 
@@ -101,6 +102,12 @@ class Watch:
         """RSS of the server, and of all its children."""
         children = self._server.children(recursive=True)
         return rss_of([self._server]) / MEBIBYTE, rss_of(children) / MEBIBYTE
+
+    def tracebacks(self) -> list[str]:
+        """The last lines of the tracebacks in the log: exceptions that nobody expected."""
+        entries = itertools.groupby(self._served.log, key=lambda line: line.startswith("    | "))
+        blocks = [list(lines) for is_block, lines in entries if is_block]
+        return [block[-1].strip(" |") for block in blocks if "Traceback" in block[0]]
 
     def silences(self) -> list[float]:
         lines = self._silences.read_text().splitlines()

@@ -5,11 +5,10 @@ import contextlib
 import random
 import socket
 import time
-from dataclasses import dataclass
 
 import httptools
 
-from tests.scoreboard.hostile.requests import Hostile
+from tests.scoreboard.hostile.cases import Answer, Hostile
 
 # Streams that do not end by themselves; a client leaves them.
 ENDLESS = ("/v1/admin/live", "/events", "/stream")
@@ -17,19 +16,6 @@ LEAVE_ENDLESS_S = 0.3
 LONGEST_LINGER_S = 0.3
 RESET = b"\1\0\0\0\0\0\0\0"  # linger for 0 s: closing sends RST
 MAX_READ = 2**26
-
-
-@dataclass
-class Answer:
-    """What came back. No status: the client left first, or the server closed the connection."""
-
-    status: int = 0
-    retry_after: str | None = None
-    content_type: str = ""
-    body: bytes = b""
-    is_whole: bool = False
-    has_left: bool = False
-    seconds: float = 0.0
 
 
 class _Reader:
