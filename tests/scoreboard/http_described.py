@@ -19,9 +19,8 @@ from schemathesis.core.failures import FailureGroup
 from engine.core.key_file import LIMIT_NAMES
 from tests.scoreboard.figure import Run
 from tests.scoreboard.http_bodies import least_bodies
-from tests.scoreboard.http_target import ADMIN, Target
+from tests.scoreboard.http_target import ADMIN, MAX_ERROR_BYTES, Target
 
-MAX_ERROR_BYTES = 8192
 TIMEOUT_S = 120
 CHECK_NAMES = (
     *("status_code_conformance", "content_type_conformance", "response_schema_conformance"),

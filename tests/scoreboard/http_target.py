@@ -26,6 +26,7 @@ KEY = "scoreboard-key-0123456789abcdef"
 ADMIN_KEY = "scoreboard-admin-key-0123456789"
 CLIENT = {"authorization": f"Bearer {KEY}"}
 ADMIN = {"authorization": f"Bearer {ADMIN_KEY}"}
+MAX_ERROR_BYTES = 8192
 # Wrong keys are part of the test; throttling them is measured elsewhere.
 NO_THROTTLE = 1_000_000
 

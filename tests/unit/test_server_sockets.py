@@ -85,6 +85,19 @@ def test_disconnect_stops_the_backend(
     assert backend.num_cut_short == 1
 
 
+@pytest.mark.parametrize("reset", [False, True])
+def test_disconnect_stops_the_first_of_pipelined_requests(server: LiveServer, reset: bool) -> None:
+    backend = server.backend
+    backend.token_s = 60
+    with server.connect() as connection:
+        for _ in range(3):
+            server.post_raw(connection, "/v1/chat/completions", chat())
+        wait_until(lambda: backend.num_open == 1)
+        leave(connection, reset)
+        wait_until(lambda: backend.num_open == 0)
+    assert backend.num_cut_short == 1
+
+
 def test_disconnect_stops_every_prompt_of_a_list(server: LiveServer) -> None:
     server.backend.token_s = 60
     with server.connect() as connection:

@@ -17,7 +17,7 @@ from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from engine.servers.http.direct_body import CycleBody, with_direct_body
 
@@ -31,6 +31,8 @@ HEAD_TIMEOUT_S = 10.0
 MAX_HEAD_BYTES = 65_536
 MAX_HEADERS = 100
 MAX_URL_BYTES = 8_192
+# Requests that may wait on a connection for the answer to an earlier one while it is still read.
+MAX_PIPELINED = 16
 MAX_CONNECTIONS = 8_192
 # File descriptors kept for upstream connections, storage, the engine and late imports.
 RESERVED_FILES = 512
@@ -76,6 +78,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._upgrades = upgrades
         self._opened = self.loop.time()
+        self._open_cycles: list[RequestResponseCycle] = []
         self._head_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
 
@@ -87,6 +90,11 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_head()
+        # uvicorn tells only the last of several pipelined requests, which may not have begun.
+        for cycle in self._open_cycles:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -111,8 +119,13 @@ class LimitedProtocol(HttpToolsProtocol):
         ):
             raise HeadTooLargeError
         super().on_headers_complete()
-        if self.cycle is not None:
-            with_direct_body(self.cycle.scope, CycleBody(self.cycle))  # type: ignore[type-var]
+        if self.cycle is None:
+            return
+        with_direct_body(self.cycle.scope, CycleBody(self.cycle))  # type: ignore[type-var]
+        waiting = [each for each in self._open_cycles if not each.response_complete]
+        self._open_cycles = [*waiting, self.cycle]
+        if 0 < len(self.pipeline) <= MAX_PIPELINED:
+            self.flow.resume_reading()  # otherwise nobody would notice that the client has left
 
     def _should_upgrade(self) -> bool:
         return (self.url, self._get_upgrade() or b"") in self._upgrades

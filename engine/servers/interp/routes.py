@@ -13,7 +13,7 @@ from engine.servers.access.auth import principal_of
 from engine.servers.interp.opening import NO_TAPS, interp_opener, vector_store
 from engine.servers.openai.format import collect
 from engine.servers.schema import fields
-from engine.servers.schema.body import SamplingBody
+from engine.servers.schema.body import SamplingBody, refused
 from engine.servers.serving.admission import Ticket
 from engine.servers.serving.chat import NO_TEXT
 from engine.servers.serving.generation_context import generation_context
@@ -27,6 +27,7 @@ class RunBody(SamplingBody):
     prompt: fields.OnePrompt
     model: fields.ModelName | None = None
     interp: dict[str, Any]
+    n: Annotated[None, *refused("a run has one next token", 1)] = None
     parse_special: bool | None = None
     add_special_tokens: bool | None = None
 

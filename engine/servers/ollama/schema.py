@@ -129,6 +129,7 @@ class OllamaGenerationBody(SamplingBody):
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
     template: Annotated[None, *refused(_OF_PRESET, "")] = None
+    n: Annotated[None, *refused("an answer has one choice", 1)] = None
     truncate: bool | None = None
     shift: bool | None = None
 
