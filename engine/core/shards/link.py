@@ -70,7 +70,7 @@ class TcpLink:
 
     def send(self, frame: bytes) -> None:
         """Raises `FrameError`, and sends nothing, if the other side would refuse the frame."""
-        if len(frame) > self._max_bytes:
+        if len(frame) > MAX_FRAME_BYTES:
             raise FrameError(f"a frame of {len(frame)} bytes is over the limit and is not sent")
         try:
             with self._sending:

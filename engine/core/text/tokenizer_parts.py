@@ -125,7 +125,7 @@ _ALPHABET: Mapping[int, int] = _gpt2_alphabet()
 _LETTERS = {byte: chr(char) for char, byte in _ALPHABET.items()}
 # For `str.translate`: each letter becomes the character with the number of its byte. Characters
 # below 256 that are no letters become one that Latin-1 does not have.
-_BYTES = dict.fromkeys(range(256), 0xFFFF) | _ALPHABET
+_BYTES = {**dict.fromkeys(range(256), 0xFFFF), **_ALPHABET}
 
 
 def byte_level_text(token: bytes) -> str:
