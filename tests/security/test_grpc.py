@@ -1,5 +1,5 @@
 """What hostile clients send by gRPC: messages before a key, more than a stream may hold, texts of
-any length, and plain text where the server speaks TLS.
+any length, and plain text where the server speaks TLS (SEC-61; T1, T2).
 """
 
 import itertools

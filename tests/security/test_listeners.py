@@ -1,5 +1,6 @@
 """Every socket on which this project listens, in one table, and what strangers may do there: be
-silent, send junk, or stop in the middle, five hundred at once. A good peer is served meanwhile.
+silent, send junk, or stop in the middle, five hundred at once. A good peer is served meanwhile
+(SEC-11, SEC-60; T1, T2, T5).
 """
 
 import asyncio

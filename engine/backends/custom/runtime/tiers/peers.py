@@ -19,7 +19,7 @@ from engine.backends.custom.runtime.tiers.base import Loaded, PeerError, Record,
 from engine.core.build_name import build_name
 from engine.core.errors import EngineError
 from engine.core.interfaces.handover import PEERS, BlockSource
-from engine.core.shards.frames import decode_frame, encode_frame
+from engine.core.shards.frames import Array, FrameError, decode_frame, encode_frame
 from engine.core.shards.link import LINK_FILES, TcpLink
 
 CONNECT_S = 2.0
@@ -105,22 +105,19 @@ class PeerTier:
         source = self._source_of(names[0])
         if source is None:
             return [Loaded.MISSING] * len(names)
-        results = []
+        results: list[Loaded] = []
         with self._talking(source) as link:
             link.max_bytes = wanted.shape.record_bytes + MAX_ANSWER_BYTES
             link.send(encode_frame(["load", names]))
-            for index in range(len(names)):
-                _, (header, payload) = decode_frame(link.receive())
-                if header is None or payload is None:
-                    results.append(Loaded.MISSING)
-                elif payload.nbytes != rows[index].nbytes:
+            while len(results) < len(names):
+                try:
+                    _, (header, payload) = decode_frame(link.receive())
+                except FrameError:  # what follows can't be trusted either
                     results.append(Loaded.BAD)
-                elif wanted.is_valid(index, header.tobytes(), payload.data):
-                    rows[index] = payload
-                    results.append(Loaded.OK)
-                else:
-                    results.append(Loaded.BAD)
-        return results
+                    self._open.pop(source)[0].close()
+                    break
+                results.append(_taken(wanted, len(results), header, payload, rows))
+        return results + [Loaded.MISSING] * (len(names) - len(results))
 
     def store(self, records: Sequence[Record]) -> int:
         return 0
@@ -159,3 +156,17 @@ class PeerTier:
             raise PeerError(f"blocks of {source.host}: {error}") from error
         while len(self._open) > MAX_CONNECTIONS:
             self._open.popitem(last=False)[1][0].close()
+
+
+def _taken(
+    wanted: Wanted, index: int, header: Array | None, payload: Array | None, rows: Bytes
+) -> Loaded:
+    """Check a record that was asked for, and copy its block into its row."""
+    if header is None or payload is None:
+        return Loaded.MISSING
+    if payload.nbytes != rows[index].nbytes:
+        return Loaded.BAD
+    if not wanted.is_valid(index, header.tobytes(), payload.data):
+        return Loaded.BAD
+    rows[index] = payload
+    return Loaded.OK
