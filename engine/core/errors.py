@@ -4,6 +4,7 @@ Each class sets its HTTP status and OpenAI error type. The message says what wen
 change. Any other exception is a bug. Then the client gets status 500 and no details.
 """
 
+import errno
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -86,6 +87,18 @@ class ResourceError(EngineError):
     category = "resource"
     status = 507
     code = "INSUFFICIENT_RESOURCES"
+
+
+# EFBIG means that the process may not write files of this size.
+_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+def is_disk_full(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno in _NO_SPACE
+
+
+def disk_full_error() -> ResourceError:
+    return ResourceError("The disk is full, and nothing was stored. Free space there, then retry.")
 
 
 class InvalidRequestError(EngineError):

@@ -15,7 +15,13 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from engine.core.config_schema import LimitsSettings
-from engine.core.errors import ConfigError, ConflictError, NotFoundError
+from engine.core.errors import (
+    ConfigError,
+    ConflictError,
+    NotFoundError,
+    disk_full_error,
+    is_disk_full,
+)
 from engine.core.sandbox.private_files import ForeignFileError, open_private, write_private
 
 KEY_BYTES = 32
@@ -177,6 +183,8 @@ def _write(path: Path, keys: tuple[KeyEntry, ...]) -> None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_private(path, msgspec.json.format(msgspec.json.encode(_File(keys)), indent=2) + b"\n")
     except OSError as error:
+        if is_disk_full(error):
+            raise disk_full_error() from None
         raise _unusable(path, error.strerror or str(error)) from None
 
 

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from engine.core import faults
-from engine.core.errors import ConfigError, ResourceError, UnavailableError
+from engine.core.errors import ConfigError, ResourceError
 from engine.core.faults import Fault, FaultError
 from engine.core.parsing.parser import OutputParser
 from engine.core.sandbox.private_files import write_private
@@ -114,7 +114,7 @@ async def test_a_full_disk_costs_a_call_and_leaves_nothing_behind(tmp_path):
     database, draft = Database(tmp_path / "rows", ""), Draft(tmp_path / "upload")
     points = ("database", "upload", "keep_file")
     with faults.planned(*(Fault(point, "disk") for point in points)) as plan:
-        with pytest.raises(UnavailableError):
+        with pytest.raises(ResourceError):
             await database.run(lambda connection: None)
         with pytest.raises(ResourceError):
             async with draft:

@@ -132,7 +132,7 @@ def test_a_full_storage_refuses_and_keeps_nothing(client: openai.OpenAI, tmp_pat
     kept = upload(client, b"x" * MEGABYTE)
     with pytest.raises(openai.APIStatusError, match=r"storage.max_size_mb") as caught:
         upload(client, b"x" * (MEGABYTE + 1))
-    assert caught.value.status_code == 413
+    assert caught.value.status_code == 507
     assert caught.value.code == "STORAGE_FULL"
     assert on_disk(tmp_path) == [kept.id]
     client.files.delete(kept.id)

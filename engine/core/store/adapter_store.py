@@ -12,7 +12,14 @@ from pathlib import Path
 
 import msgspec
 
-from engine.core.errors import ConfigError, ConflictError, InvalidRequestError, NotFoundError
+from engine.core.errors import (
+    ConfigError,
+    ConflictError,
+    InvalidRequestError,
+    NotFoundError,
+    disk_full_error,
+    is_disk_full,
+)
 from engine.core.folders import data_directory
 from engine.core.sandbox.private_files import open_private, write_private
 from engine.core.store.checkpoint_files import PEFT_FILES
@@ -106,11 +113,16 @@ def keep_adapter(
     for each in names:
         if not (origin / each).is_file():
             raise NotFoundError(f"{source} is no adapter: it holds no {each}")
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for each in names:
-        shutil.copyfile(origin / each, folder / each)
     kept = KeptAdapter(name, base, source.name if source.is_file() else None, tenant)
-    write_private(folder / _RECORD, msgspec.json.encode(kept))
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for each in names:
+            shutil.copyfile(origin / each, folder / each)
+        write_private(folder / _RECORD, msgspec.json.encode(kept))
+    except OSError as error:
+        if is_disk_full(error):
+            raise disk_full_error() from None
+        raise
     return _path(folder, kept)
 
 

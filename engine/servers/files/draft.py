@@ -6,21 +6,18 @@ killed, `FileStore.sweep` deletes the file later.
 
 import asyncio
 import contextlib
-import errno
 import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from engine.core.errors import ResourceError, UnavailableError
+from engine.core.errors import UnavailableError, disk_full_error, is_disk_full
 
 logger = logging.getLogger(__name__)
 
 # Bytes are collected in memory until there are this many, and then written in a thread. Waking a
 # thread for smaller writes would be slow.
 _BUFFER_BYTES = 1 << 20
-# EFBIG means that the process may not write files of this size.
-_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 @contextlib.contextmanager
@@ -32,10 +29,8 @@ def storage_errors() -> Iterator[None]:
         yield
     except OSError as error:
         logger.error("the file storage failed: %r", error)
-        if error.errno in _NO_SPACE:
-            raise ResourceError(
-                "The server's disk is full, and nothing was stored. Free space there, then retry."
-            ) from None
+        if is_disk_full(error):
+            raise disk_full_error() from None
         raise UnavailableError("The server's storage failed; its log says why.") from None
 
 

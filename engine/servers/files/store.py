@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
-from engine.core.errors import ConflictError, NotFoundError, PayloadTooLargeError
+from engine.core.errors import ConflictError, NotFoundError, ResourceError
 from engine.core.forecast import may_take
 from engine.servers.files.draft import Draft, storage_errors
 from engine.servers.files.expiry import unix_now
@@ -78,7 +78,7 @@ class StoredFile:
         }
 
 
-class StorageFullError(PayloadTooLargeError):
+class StorageFullError(ResourceError):
     """The configured storage limit is reached. The disk itself may still have room."""
 
     code = "STORAGE_FULL"

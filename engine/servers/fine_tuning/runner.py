@@ -18,6 +18,7 @@ from engine.core.errors import (
     ConflictError,
     EngineError,
     NotFoundError,
+    ResourceError,
     UnavailableError,
 )
 from engine.core.sandbox.silence import Headway
@@ -150,7 +151,7 @@ class JobRunner:
         try:
             self._check_key(job)
             await self._train(job)
-        except UnavailableError:  # of the storage; the job goes on when it works again
+        except (ResourceError, UnavailableError):  # of the storage; it goes on when that works
             raise
         except EngineError as error:
             await self._fail(job, str(error))

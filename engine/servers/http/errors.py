@@ -7,6 +7,7 @@ again. `retry-after` says when a retry makes sense. An exception that is not an 
 bug in the server, and the client does not get its text.
 """
 
+import logging
 import math
 import re
 from collections.abc import Mapping
@@ -30,8 +31,13 @@ from engine.core.errors import (
     NotFoundError,
     PayloadTooLargeError,
     RequestTimeoutError,
+    ResourceError,
+    disk_full_error,
+    is_disk_full,
 )
 from engine.servers.http.request_log import record_of
+
+logger = logging.getLogger(__name__)
 
 MAX_ERRORS = 10
 MAX_MESSAGE = 2_000
@@ -80,11 +86,10 @@ class AbortedError(EngineError):
 
 
 class PromptTooLargeError(PayloadTooLargeError):
-    """The body is so large that its prompt can't fit into the model's context. Clients handle this
-    as they handle any prompt that is too long.
+    """The body is so large that its prompt can't fit into the model's context. By the code, clients
+    handle this as they handle any prompt that is too long.
     """
 
-    status = 400
     code = CONTEXT_EXCEEDED
 
 
@@ -157,7 +162,7 @@ def error_headers(error: EngineError) -> dict[str, str]:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after or 1)))
     if isinstance(error, AuthenticationError):
         headers["www-authenticate"] = "Bearer"
-    if isinstance(error, PayloadTooLargeError | RequestTimeoutError):
+    if isinstance(error, PayloadTooLargeError | RequestTimeoutError | ResourceError):
         # The rest of the body may still arrive. Closing the connection discards it.
         headers["connection"] = "close"
     return headers
@@ -270,6 +275,12 @@ def install_error_handlers(app: FastAPI) -> None:
             error.param = record.sent_as.get(error.param, error.param)
         return error_response(error, request.scope)
 
+    async def disk_error(request: Request, error: Exception) -> Response:
+        if not is_disk_full(error):
+            raise error
+        logger.error("the disk is full: %r", error)
+        return await engine_error(request, disk_full_error())
+
     async def http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         method = request.method[:16]
@@ -287,4 +298,5 @@ def install_error_handlers(app: FastAPI) -> None:
         return response
 
     app.add_exception_handler(EngineError, engine_error)
+    app.add_exception_handler(OSError, disk_error)
     app.add_exception_handler(HTTPException, http_error)

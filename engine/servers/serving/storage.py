@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from engine.core.errors import UnavailableError
+from engine.core.errors import UnavailableError, disk_full_error, is_disk_full
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,9 @@ class Database:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="database")
 
     async def run(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """Run `work` in a transaction. Raises `UnavailableError` on a disk error."""
+        """Run `work` in a transaction. Raises `ResourceError` if the disk is full, and
+        `UnavailableError` on another error of it.
+        """
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, self._run, work)
 
@@ -101,6 +103,8 @@ class Database:
             self._close()
             if _is_damage(error):
                 self._set_aside()
+            if is_disk_full(error) or _code(error) == sqlite3.SQLITE_FULL:
+                raise disk_full_error() from error
             raise UnavailableError("The server's storage failed; its log says why.") from error
 
     def _transact(self, work: Callable[[sqlite3.Connection], T]) -> T:
@@ -170,7 +174,12 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _is_damage(error: Exception) -> bool:
-    # The low byte of SQLite's extended error code is the primary code. Errors that Python's module
-    # raises itself have no code.
-    code = getattr(error, "sqlite_errorcode", None)
-    return code is not None and code & 0xFF in _DAMAGE
+    return _code(error) in _DAMAGE
+
+
+def _code(error: Exception) -> int | None:
+    """SQLite's primary code of an error, which is the low byte of the extended one. None if the
+    error is not SQLite's. Errors that Python's module raises itself have no code.
+    """
+    code: int | None = getattr(error, "sqlite_errorcode", None)
+    return None if code is None else code & 0xFF
