@@ -151,8 +151,8 @@ MUTATIONS = [
     Mutation(
         "runtime: a scored token is the one before it",
         "engine.backends.custom.runtime.samplers.prompt_logprobs",
-        "row.seq.tokens[row.start + 1 : row.start + 1 + row.num_scored]",
-        "row.seq.tokens[row.start : row.start + row.num_scored]",
+        "row.seq.known_ids(row.start + 1, row.start + 1 + row.num_scored)",
+        "row.seq.known_ids(row.start, row.start + row.num_scored)",
         f"{SCORE_TESTS}::test_scores_are_the_oracles_however_the_prompt_is_cut",
     ),
     Mutation(
