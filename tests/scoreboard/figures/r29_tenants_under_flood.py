@@ -77,7 +77,7 @@ class _Flood:
         }
         self._stop = asyncio.Event()
         self._told: list[float] = []  # what refusals of the flood said, in seconds
-        self._waited: list[float] = []  # seconds that requests of the flood took
+        self._waited: list[float] = []  # seconds to the first tokens of the flood
 
     async def take(self) -> Values:
         victim = self._clients["victim"]
@@ -136,15 +136,20 @@ class _Flood:
 
     async def _ask(self, prompt: str, max_tokens: int) -> None:
         began = asyncio.get_running_loop().time()
-        body = completion(prompt, max_tokens=max_tokens, priority=-100)
-        answer = await self._clients["flood"].post("/v1/completions", json=body)
-        if answer.status_code == 200:
-            self._waited.append(asyncio.get_running_loop().time() - began)
+        body = completion(prompt, max_tokens=max_tokens, priority=-100, stream=True)
+        flood = self._clients["flood"]
+        async with flood.stream("POST", "/v1/completions", json=body) as answer:
+            first_at = None
+            async for line in answer.aiter_lines():
+                if first_at is None and line.startswith("data: "):
+                    first_at = asyncio.get_running_loop().time()
+        if answer.status_code == 200 and first_at is not None:
+            self._waited.append(first_at - began)
         elif answer.status_code == 429:
             self._told.append(float(answer.headers["retry-after"]))
             await asyncio.sleep(1.0)
         else:
-            self._run.fail(f"the flood got {answer.status_code} {answer.text}")
+            self._run.fail(f"the flood got {answer.status_code}")
 
     async def _stream(self, number: int) -> None:
         turn = 0
