@@ -21,7 +21,7 @@ class StorageSettings(Section):
     response_ttl_s: float = Field(default=30 * 86400.0, gt=0, le=10**9)
     """Seconds after its last use when a response, conversation or chat completion is deleted."""
     max_responses: int = Field(default=10_000, ge=1, le=10**7)
-    """Max responses, conversations and chat completions; the least recently used is deleted."""
+    """Max responses, conversations, chat completions; the tenant's least used one is deleted."""
     max_size_mb: Megabytes = 1024
     """Max MiB of uploaded files and batch results, and again of responses and the like."""
     file_ttl_s: float = Field(default=30 * 86400.0, gt=0, le=10**9)

@@ -265,3 +265,16 @@ def test_every_other_step_of_newcomers_is_short_and_the_rest_go_on_with_prompts(
     assert computed[2] < 100
     engine.run()
     engine.check()
+
+
+def test_the_last_slot_is_for_a_tenant_that_has_none():
+    engine = ToyEngine(max_slots=3, num_blocks=256, max_seq_len=128)
+    for number in range(6):
+        engine.submit(f"flood{number}", [1, 2, number], tenant="flood", max_tokens=60)
+    engine.turn(3)
+    assert engine.scheduler.num_running == 2
+    engine.submit("light", [9, 8], tenant="light", max_tokens=2)
+    engine.turn(2)
+    assert engine.outcomes["light", 0].tokens, "it did not wait for the end of another"
+    engine.run()
+    engine.check()

@@ -232,6 +232,11 @@ class Scheduler(Roster):
                 return
             if seq.num_sampling > 0 or self._inflight.is_held(seq):
                 continue
+            if not self._may_have_slot(seq):
+                self.clock.block(SLOTS)
+                if not passing.may_pass(seq):
+                    return
+                continue
             watch = seq.watch
             assert watch is not None, seq.request_id
             if self.kv.is_loading(seq):
@@ -267,6 +272,14 @@ class Scheduler(Roster):
             passing.enter(seq)
             rows.append(self._grant(seq, count))
             budget -= count
+
+    def _may_have_slot(self, seq: Sequence) -> bool:
+        """Whether a sequence may have one of the free slots. The last one is for a tenant without
+        running sequences, unless all requests are of one tenant.
+        """
+        if len(self._free_slots) > 1 or self._max_slots == 1 or not seq.tenant:
+            return True
+        return all(each.tenant != seq.tenant for each in self._running)
 
     def _room(self, rows: list[Row]) -> int:
         """How many tokens one more row can have at most, whatever the budget is."""
