@@ -13,7 +13,6 @@ from engine.backends.custom.runtime.sequence import Tokens, packed
 from engine.core.errors import EngineError, InferenceError, InvalidRequestError, RateLimitError
 from engine.core.interfaces.request import GenerateRequest
 
-
 # Logprobs of prompt tokens and of their alternatives, which are sent in one message
 MAX_PROMPT_SCORES = 2**22
 
