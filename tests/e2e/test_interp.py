@@ -204,6 +204,8 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "vectors": {"edit": [{"site": SITE, "op": "add", "vector": [0.5] * 576}] * 20},
     "large result": {"capture": [{"site": f"blocks.{n}.hook_resid_post"} for n in range(15)]},
 }
+# Those whose repetitions count once, or that fit. They are sent with a shorter prompt.
+ANSWERED = ("same layers", "lens", "vectors", "large result")
 
 
 def test_no_size_of_a_request_ends_the_engine(plain: Any) -> None:
@@ -215,14 +217,16 @@ def test_no_size_of_a_request_ends_the_engine(plain: Any) -> None:
         for edit in interp.get("edit", []):
             if "from" in edit:
                 edit["from"]["id"] = made["interp"]["id"]
-        answer = http.post("/v1/interp/run", json={"prompt": LONG, "interp": interp})
-        assert answer.status_code in (200, 400), (name, answer.text[:300])
-        if answer.status_code == 400:
+        is_small = name in ANSWERED
+        prompt = PROMPT * 40 if is_small else LONG
+        answer = http.post("/v1/interp/run", json={"prompt": prompt, "interp": interp})
+        assert answer.status_code == (200 if is_small else 400), (name, answer.text[:300])
+        if not is_small:
             assert "bytes" in answer.text and "interp.max_capture_mb" in answer.text, name
         told = answer.json().get("interp")
         if told is not None and not told["inline"]:
             data = http.get(f"/v1/interp/results/{told['id']}").content
-            assert len(data) == told["bytes"] and Result(data).facts["num_prompt"] > 1000, name
+            assert len(data) == told["bytes"] and Result(data).facts["num_prompt"] > 100, name
         assert served.engine_pid() == pid, name
     assert http.get("/health").json()["status"] == "healthy"
 
