@@ -53,8 +53,8 @@ class RequestChecks:
                 f"This model's maximum context length is {spec.max_seq_len} tokens, "
                 f"but the prompt has {len(prompt)}."
             )
-        if (fault := _too_many_scores(request)) is not None:
-            return fault
+        if (excess := _too_many_scores(request)) is not None:
+            return excess
         try:
             self._maker.probe(request)
         except EngineError as error:
