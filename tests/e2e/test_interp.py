@@ -1,6 +1,9 @@
 """Activations of the default model as users read and change them: over HTTP and in Python."""
 
 import json
+import os
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ import numpy as np
 import pytest
 
 from engine.core.errors import NotFoundError
+from engine.core.interp.results import Result
 from engine.core.interp.vectors import VectorStore
 from engine.core.key_file import add_key
 from engine.core.tensor_file import unpack_tensors
@@ -173,3 +177,86 @@ def test_features_of_an_autoencoder_are_read_and_clamped(clients: Any, folder: P
     values = {each["feature"]: each["value"] for each in after["top"]}
     assert values[3] == pytest.approx(50, rel=1e-3)
     assert {each["feature"]: each["value"] for each in before["top"]}.get(3) != values[3]
+
+
+@pytest.fixture(scope="module")
+def plain(default_model: Path) -> Iterator[tuple[httpx.Client, ServedEngine]]:
+    """A server with the limits that it has by default, whose connections are held by a
+    process of their own.
+    """
+    with serve(DEFAULT_MODEL, env={"LLM_ENGINE_SERVER__FRONTENDS": "2"}) as served:
+        yield httpx.Client(base_url=served.url, timeout=200), served
+
+
+LONG = "The capital of France is Paris and " * 190  # about 1,500 tokens
+HOSTILE: dict[str, dict[str, Any]] = {
+    "attention": {"attention": {"layers": list(range(30)), "positions": "all"}},
+    "same layers": {"attention": {"layers": [3] * 1000, "heads": [1] * 1000, "positions": "all"}},
+    "lens": {"lens": {"layers": "all", "top": 100, "positions": [-1, -2]}},
+    "large lens": {
+        "lens": {"layers": "all", "top": 100, "positions": "all"},
+        "capture": [{"site": SITE}] * 20,
+    },
+    "same captures": {"capture": [{"site": SITE}] * 4096},
+    "patch": {
+        "edit": [{"site": SITE, "op": "patch", "from": {"id": "ID", "positions": [0] * 32_000}}]
+    },
+    "vectors": {"edit": [{"site": SITE, "op": "add", "vector": [0.5] * 576}] * 20},
+    "large result": {"capture": [{"site": f"blocks.{n}.hook_resid_post"} for n in range(15)]},
+}
+# Those whose repetitions count once, or that fit. They are sent with a shorter prompt.
+ANSWERED = ("same layers", "lens", "vectors", "large result")
+
+
+def test_no_size_of_a_request_ends_the_engine(plain: Any) -> None:
+    http, served = plain
+    pid = served.engine_pid()
+    stored = {"capture": [{"site": SITE, "positions": [0]}], "store": True}
+    made = http.post("/v1/interp/run", json={"prompt": PROMPT, "interp": stored}).json()
+    for name, interp in HOSTILE.items():
+        for edit in interp.get("edit", []):
+            if "from" in edit:
+                edit["from"]["id"] = made["interp"]["id"]
+        is_small = name in ANSWERED
+        prompt = PROMPT * 40 if is_small else LONG
+        answer = http.post("/v1/interp/run", json={"prompt": prompt, "interp": interp})
+        assert answer.status_code == (200 if is_small else 400), (name, answer.text[:300])
+        if not is_small:
+            assert "bytes" in answer.text and "interp.max_capture_mb" in answer.text, name
+        told = answer.json().get("interp")
+        if told is not None and not told["inline"]:
+            data = http.get(f"/v1/interp/results/{told['id']}").content
+            assert len(data) == told["bytes"] and Result(data).facts["num_prompt"] > 100, name
+        assert served.engine_pid() == pid, name
+    assert http.get("/health").json()["status"] == "healthy"
+
+
+def test_captures_survive_the_death_of_their_engine(plain: Any) -> None:
+    """The last layer, before and after the engine was killed in the middle of the answer."""
+    http, served = plain
+    last = ("blocks.29.hook_resid_post", "blocks.29.hook_mlp_out", "ln_final.hook_normalized")
+    body = {
+        "prompt": PROMPT,
+        "max_tokens": 60,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "interp": {"capture": [{"site": each} for each in (*last, SITE)], "store": True},
+    }
+    expected = http.post("/v1/completions", json=body).json()
+    before = served.metric("engine_generated_tokens_total")
+    found: dict[str, Any] = {}
+    asking = threading.Thread(
+        target=lambda: found.update(http.post("/v1/completions", json=body).json())
+    )
+    asking.start()
+    served.wait_until(lambda: served.metric("engine_generated_tokens_total") > before + 5)
+    os.kill(served.engine_pid(), signal.SIGKILL)
+    asking.join()
+    assert found["choices"][0]["text"] == expected["choices"][0]["text"]
+    ids = (expected["interp"]["id"], found["interp"]["id"])
+    one, two = (Result(http.get(f"/v1/interp/results/{each}").content) for each in ids)
+    assert one.facts == two.facts
+    for name, tensor in one.tensors.items():
+        assert tensor.data == two.tensors[name].data, name
+        rows = np.frombuffer(tensor.data, np.float32).reshape(tensor.shape)
+        assert np.abs(rows).max(axis=1).min() > 0, "a position without values"

@@ -4,6 +4,7 @@ and the memory account is never below what is sent back.
 
 from collections.abc import Iterator
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,8 @@ from engine.backends.custom.runtime.interp import probe as probe_module
 from engine.backends.custom.runtime.interp.probe import Probe
 from engine.backends.custom.runtime.interp.reports import PIECE_BYTES, Reports
 from engine.core.errors import EngineError
-from engine.core.interfaces.request import Deltas
+from engine.core.interfaces.interp import Attention, InterpRequest, Lens
+from engine.core.interfaces.request import Deltas, TokenDelta
 from engine.core.interp.resolving import resolved
 from engine.core.interp.results import Result
 from engine.core.interp.spec import parse_interp
@@ -247,3 +249,28 @@ def test_what_waits_for_its_results_counts_for_its_tenant(
     found = engine.answers()
     assert found["second"].error_code == "RATE_LIMIT_EXCEEDED"
     assert found["first"].error is None and found["third"].error is None
+
+
+def test_a_small_result_does_not_wait_for_the_large_ones_of_another_tenant(
+    engine: ProbedEngine,
+) -> None:
+    engine.channel.answers.clear()
+    large = InterpRequest(lens=Lens((), 5), attention=Attention((0, 1, 2)))
+    for n in range(4):
+        engine.submit(request(f"{n}", tiny_models.text(90), interp=large, tenant="a"))
+    engine.submit(request("small", tiny_models.text(5), sites=(SITE,), tenant="b"))
+    engine.loop.turn(0.0)
+    while engine.loop.scheduler.has_work:
+        engine.loop.turn(0.0)
+    deltas = [delta for _, message in engine.channel.answers for delta in message.deltas]
+    ends = [delta.request_id for delta in deltas if delta.finish_reason]
+    assert ends[0] == "small" and len(ends) == 5
+
+
+def test_a_result_is_not_made_beyond_the_time_of_its_request(engine: ProbedEngine) -> None:
+    each = request("late", tiny_models.text(5), sites=(SITE,), timeout_s=0.0)
+    assert engine.run(each)["late"].error_code == "TIMEOUT"
+    reports, seq = Reports(), SimpleNamespace(tenant="", request_id="r", choice=0, deadline=1.0)
+    reports.hold(seq, TokenDelta("r", 0, finish_reason="stop"))  # type: ignore[arg-type]
+    (delta,) = reports.advance(engine.runner)
+    assert delta.error_code == "TIMEOUT" and not reports

@@ -1,24 +1,37 @@
 """The `interp` object: what it may be, and what it becomes for the engine."""
 
+import asyncio
 import json
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 
 from engine.backends.custom.runtime.interp.steps import make_probe
 from engine.core.config_storage import InterpSettings
-from engine.core.errors import EngineError, InvalidRequestError, NotFoundError, PayloadTooLargeError
+from engine.core.errors import (
+    EngineError,
+    InvalidRequestError,
+    NotFoundError,
+    PayloadTooLargeError,
+    RateLimitError,
+)
 from engine.core.interfaces.interp import Attribution, InterpRequest, Lens
 from engine.core.interfaces.request import AdapterRef, GenerateRequest, SamplingParams
+from engine.core.interp import vectors as vectors_module
 from engine.core.interp.features import encode
 from engine.core.interp.resolving import resolved
 from engine.core.interp.results import Result
 from engine.core.interp.spec import parse_interp
 from engine.core.interp.vectors import VectorStore
-from engine.core.tensor_file import StoredTensor, pack_tensors, unpack_tensors
+from engine.core.observability.metrics import Metrics
+from engine.core.tensor_file import FileTensor, StoredTensor, pack_tensors, unpack_tensors
 from engine.library.steering import read_vectors, tensors_of, write_gguf
-from engine.servers.interp.stored import ResultStore
+from engine.servers.app import create_app
+from engine.servers.interp.stored import MAX_RESULTS, SHARES, ResultStore
+from tests.fake_backend import MODEL, FakeBackend
+from tests.live_server import make_settings
 
 SITE = "blocks.1.hook_resid_post"
 
@@ -159,6 +172,76 @@ def test_results_end_with_their_time_and_belong_to_their_tenant() -> None:
     assert store.get("b", "you") == bytes(2**20)
     with pytest.raises(NotFoundError):
         store.get("a", "me")
+
+
+def test_results_of_all_tenants_are_bounded_and_nobodys_go_for_another() -> None:
+    store = ResultStore(InterpSettings(max_stored_mb=1))
+    for n in range(SHARES):
+        store.put(f"{n}", f"tenant {n}", bytes(2**20))
+    with pytest.raises(RateLimitError):
+        store.put("more", "late", b"x")
+    store.put("again", "tenant 0", bytes(2**20))  # in the place of its own
+    assert store.num_bytes == SHARES * 2**20
+    assert all(store.get(f"{n}", f"tenant {n}") for n in range(1, SHARES))
+    store.delete("1", "tenant 1")
+    store.put("more", "late", b"x")
+    for n in range(MAX_RESULTS + 5):  # small ones count too
+        store.put(f"small {n}", "late", b"")
+    assert store.num_bytes == 3 * 2**20
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {"edit": [{"site": SITE, "op": "add", "vector": [1.0] * 2**19}] * 3},
+        {"capture": [{"site": SITE, "positions": [0] * 40_000}] * 2},
+        {"edit": [{"op": "patch", "from": {"positions": [0] * 40_000}}] * 2, "lens": {}},
+    ],
+)
+def test_lists_are_bounded_together(raw: dict) -> None:
+    with pytest.raises(InvalidRequestError, match="together"):
+        parse_interp(raw)
+
+
+def test_vectors_are_counted_before_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = VectorStore(tmp_path)
+    store.save("v", tensors_of({SITE: np.ones(1000, np.float32)}), {})
+    monkeypatch.setattr(FileTensor, "read", lambda *_: pytest.fail("it was read"))
+    assert [each.size for each in store.names()] == [1000]
+    raw = {"edit": [{"site": SITE, "op": "add", "vector": "v"}]}
+    with pytest.raises(InvalidRequestError, match=r"8,000 bytes.*interp.max_capture_mb"):
+        resolved(parse_interp(raw), store, no_result, 7999)
+
+
+async def test_no_file_of_vectors_is_read_on_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever route or request names a vector."""
+    VectorStore(tmp_path).save("v", tensors_of({SITE: np.ones(4, np.float32)}), {})
+    real, read = vectors_module.open_tensors, []
+
+    def off_the_loop(path: Path) -> object:
+        with pytest.raises(RuntimeError):
+            asyncio.get_running_loop()
+        read.append(path)
+        return real(path)
+
+    monkeypatch.setattr(vectors_module, "open_tensors", off_the_loop)
+    settings = make_settings(interp={"vectors_dir": str(tmp_path)}, storage={"path": tmp_path})
+    app = create_app(settings, FakeBackend(), Metrics(MODEL))
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        found = await client.get("/v1/interp/vectors")
+        assert found.status_code == 200 and found.json()["data"][0]["name"] == "v"
+        edit = {"site": SITE, "op": "add", "vector": "v"}
+        features = {"sae": "v", "site": SITE}
+        for interp in ({"edit": [edit]}, {"lens": {"tuned": "v"}}, {"features": features}):
+            body = {"prompt": "x", "interp": interp}
+            answer = await client.post("/v1/interp/run", json=body)
+            assert answer.status_code in (200, 400), answer.text
+    assert len(read) >= 3
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import math
 import re
 from array import array
 from collections.abc import Callable, Iterable
-from functools import lru_cache, partial
+from functools import lru_cache
 
 from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.interp import (
@@ -126,8 +126,9 @@ class _Resolving:
 
     def _patch(self, edit: EditSpec, source: Source) -> Edit:
         result = self._find(source.id)
-        count = partial(self._count, "edits")
-        places, rows = result.rows(source.site or edit.site, source.positions, count)
+        places, rows = result.rows(
+            source.site or edit.site, source.positions, lambda size: self._count("edits", 2 * size)
+        )
         if edit.positions != "all":
             given = edit.span.positions or ()
             if len(given) != len(rows):

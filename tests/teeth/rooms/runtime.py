@@ -88,8 +88,8 @@ MUTATIONS = [
     Mutation(
         "runtime: scored rows are counted from the row behind them",
         "engine.backends.custom.runtime.scheduler",
-        "scores(seq, output, sample_row - num_scored, sample_row)",
-        "scores(seq, output, sample_row - num_scored + 1, sample_row + 1)",
+        "self._add_scores(row, output, sample_row - num_scored)",
+        "self._add_scores(row, output, sample_row - num_scored + 1)",
         f"{SCORE_TESTS}::test_scores_are_the_oracles_however_the_prompt_is_cut",
     ),
     Mutation(

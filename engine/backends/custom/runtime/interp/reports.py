@@ -6,6 +6,7 @@ large and none keeps the engine from its other work.
 """
 
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +20,7 @@ from engine.backends.custom.runtime.interp.attribution import attribution_of
 from engine.backends.custom.runtime.interp.probe import Probe
 from engine.backends.custom.runtime.interp.taps import Tappable
 from engine.backends.custom.runtime.model_runner import F32, I32
-from engine.backends.custom.runtime.outputs import refusal
+from engine.backends.custom.runtime.outputs import refusal, too_late
 from engine.backends.custom.runtime.sequence import Sequence
 from engine.core.errors import EngineError, InferenceError
 from engine.core.interfaces.interp import Attention, Lens
@@ -37,6 +38,7 @@ class Reports:
 
     def __init__(self) -> None:
         self._waiting: list[tuple[Sequence, TokenDelta, Iterator[TokenDelta | None] | None]] = []
+        self._last_tenant = ""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -49,25 +51,29 @@ class Reports:
         self._waiting.append((seq, delta, None))
 
     def advance(self, runner: Tappable) -> list[TokenDelta]:
-        """Work on the oldest result. Returns a delta with a piece of it, if one is done."""
-        seq, delta, work = self._waiting[0]
+        """Work on a result. Tenants take turns, and so do the results of a tenant. Returns a delta
+        with a piece of the result, if one is done.
+        """
+        seq, delta, work = self._waiting.pop(self._next())
+        self._last_tenant = seq.tenant
         try:
-            if work is None:
-                work = _work(seq, delta, runner)
-                self._waiting[0] = (seq, delta, work)
+            if seq.deadline is not None and time.monotonic() > seq.deadline:
+                raise too_late(True, 0.0)
+            work = work or _work(seq, delta, runner)
             made = next(work)
         except EngineError as error:
-            del self._waiting[0]
             return [refusal(seq.request_id, seq.choice, error)]
         except Exception as error:
-            del self._waiting[0]
             failure = InferenceError(f"The results of this request could not be made: {error}")
             return [refusal(seq.request_id, seq.choice, failure)]
-        if made is None:
-            return []
-        if made.finish_reason is not None:
-            del self._waiting[0]
-        return [made]
+        if made is None or made.finish_reason is None:
+            self._waiting.append((seq, delta, work))
+        return [] if made is None else [made]
+
+    def _next(self) -> int:
+        tenants = [seq.tenant for seq, _, _ in self._waiting]
+        others = (n for n, tenant in enumerate(tenants) if tenant != self._last_tenant)
+        return next(others, 0)
 
     def drop(self, request_id: str) -> None:
         """Forget the results of an aborted request."""
