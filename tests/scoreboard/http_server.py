@@ -7,13 +7,11 @@ It prints its address, then answers each line of input with a line of output, un
 """
 
 import asyncio
-import contextlib
 import gc
 import json
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from engine.backends.custom.base_custom import CustomBackend
@@ -23,6 +21,7 @@ from engine.core.text.chat_template import ChatTemplate
 from tests.conftest import DEFAULT_MODEL
 from tests.fake_backend import FakeBackend
 from tests.live_server import LiveServer, make_settings, wait_until
+from tests.scoreboard.meters import queued_ns
 
 TICK_S = 0.005
 
@@ -34,10 +33,10 @@ class LoopClock:
 
     def __init__(self, server: LiveServer) -> None:
         self._longest = 0.0
-        server._loop.call_soon_threadsafe(self._tick, server._loop, time.monotonic(), _queued())
+        server._loop.call_soon_threadsafe(self._tick, server._loop, time.monotonic(), queued_ns())
 
     def _tick(self, loop: asyncio.AbstractEventLoop, last: float, before: dict[str, int]) -> None:
-        now, queued = time.monotonic(), _queued()
+        now, queued = time.monotonic(), queued_ns()
         waited = sum(ns - before.get(thread, ns) for thread, ns in queued.items()) / 1e9
         self._longest = max(self._longest, now - last - TICK_S - waited)
         loop.call_later(TICK_S, self._tick, loop, time.monotonic(), queued)
@@ -45,15 +44,6 @@ class LoopClock:
     def longest(self) -> float:
         longest, self._longest = self._longest, 0.0
         return longest
-
-
-def _queued() -> dict[str, int]:
-    """How long each thread was runnable but not running, in nanoseconds."""
-    found = {}
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # the thread has just ended
-            found[task.name] = int((task / "schedstat").read_text().split()[1])
-    return found
 
 
 def use_template(backend: Any, source: str) -> str:

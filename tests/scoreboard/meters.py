@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import psutil
 
@@ -69,6 +70,15 @@ def rss_of(processes: Iterable[psutil.Process]) -> int:
         with contextlib.suppress(psutil.NoSuchProcess):
             total += each.memory_info().rss
     return total
+
+
+def queued_ns(pid: int | str = "self") -> dict[str, int]:
+    """How long each thread of a process was runnable but not running, in nanoseconds."""
+    found = {}
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):  # the thread has just ended
+            found[task.name] = int((task / "schedstat").read_text().split()[1])
+    return found
 
 
 @dataclass

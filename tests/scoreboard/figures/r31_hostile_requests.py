@@ -8,6 +8,7 @@ import asyncio
 import atexit
 import contextlib
 import sys
+from collections.abc import Iterator
 from functools import cache
 
 from tests.scoreboard.figure import Run, Values, at_most, figure
@@ -43,9 +44,10 @@ class Attack:
 
     async def send(self, count: int) -> None:
         numbers = iter(range(count))
-        await asyncio.gather(*(self._send_some(numbers) for _ in range(NUM_CLIENTS)))
+        num_clients = self._run.share(NUM_CLIENTS, quick=2)
+        await asyncio.gather(*(self._send_some(numbers) for _ in range(num_clients)))
 
-    async def _send_some(self, numbers) -> None:
+    async def _send_some(self, numbers: Iterator[int]) -> None:
         for _ in numbers:
             seed = self._next_seed()
             hostile = self._victim.generator.request(seed)
@@ -158,7 +160,7 @@ def _shared_victim(*, sees: bool) -> Victim:
 )
 def hostile_requests(run: Run) -> Values:
     with attacked_server() as victim:
-        values = asyncio.run(attack(run, victim, run.share(NUM_CASES, quick=60)))
+        values = asyncio.run(attack(run, victim, run.share(NUM_CASES, quick=40)))
     if not run.quick:
         with attacked_server(sees=True) as victim:
             others = asyncio.run(attack(run, victim, NUM_SEEING))

@@ -1,17 +1,23 @@
-"""`engine serve`, with the age of its engine's last tick written to a file, as lines of JSON:
+"""`engine serve`, with the silences of its engine written to a file, as lines of JSON:
 
     python -m tests.scoreboard.hostile.observed serve MODEL ...
 
-A thread reads the shared memory often, so a silence is seen even if the server reports none.
+A thread reads the heartbeat often, so a silence is seen even if the server reports none. The time
+that the engine waited for a CPU is subtracted: that is the machine's fault.
 """
 
+import contextlib
 import json
 import os
 import threading
 import time
 
+import psutil
+
+from engine.backends.custom.ipc.engine_process import WORKER_MODULE
 from engine.backends.custom.ipc.heartbeat import Heartbeat
 from engine.cli.main import main
+from tests.scoreboard.meters import queued_ns
 
 FILE_VARIABLE = "SCOREBOARD_SILENCES"
 LOOK_EVERY_S = 0.05
@@ -30,15 +36,45 @@ def _remember() -> None:
     Heartbeat.__init__ = remembering  # type: ignore[method-assign]
 
 
+class Silence:
+    """Measures for how long the engine has been silent by its own fault."""
+
+    def __init__(self) -> None:
+        self._age_s = 0.0
+        self._queued: dict[str, int] = {}  # when it ticked last
+
+    def measure(self) -> tuple[float, float]:
+        """Seconds since the last tick, without and with the time that it waited for a CPU."""
+        if not _latest:
+            return 0.0, 0.0
+        age_s, queued = _latest[0].vitals().silent_s or 0.0, _queued_of_engine()
+        if age_s < self._age_s:
+            self._queued = queued
+        self._age_s = age_s
+        waits = (ns - self._queued.get(thread, ns) for thread, ns in queued.items())
+        return age_s - max(waits, default=0) / 1e9, age_s
+
+
+def _queued_of_engine() -> dict[str, int]:
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error, OSError):  # it has just ended
+            if WORKER_MODULE in child.cmdline():
+                return queued_ns(child.pid)
+    return {}
+
+
 def _observe(path: str) -> None:
+    silence = Silence()
     with open(path, "a", buffering=1) as file:
         while True:
-            longest, ends = 0.0, time.monotonic() + LINE_EVERY_S
+            silent_s = late_s = 0.0
+            ends = time.monotonic() + LINE_EVERY_S
             while time.monotonic() < ends:
-                for heart in list(_latest):
-                    longest = max(longest, heart.vitals().silent_s or 0.0)
+                own_s, whole_s = silence.measure()
+                silent_s, late_s = max(silent_s, own_s), max(late_s, whole_s)
                 time.sleep(LOOK_EVERY_S)
-            file.write(json.dumps({"silent_s": round(longest, 3)}) + "\n")
+            told = {"silent_s": round(silent_s, 3), "late_s": round(late_s, 3)}
+            file.write(json.dumps(told) + "\n")
 
 
 if __name__ == "__main__":
