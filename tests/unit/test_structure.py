@@ -85,6 +85,7 @@ SHARED_ROOMS = {
         "engine.backends.custom.adapters",
         "engine.backends.custom.architectures",
         "engine.backends.custom.frameworks.entry",
+        "engine.backends.custom.frontend.text_cache",  # the same, if it was read before
         "engine.backends.custom.frontend.text_model",  # the tokenizer, which grammars need
         "engine.backends.custom.ipc",
         "engine.backends.custom.options",

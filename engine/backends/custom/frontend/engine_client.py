@@ -227,8 +227,9 @@ class ProcessClient:
         with contextlib.suppress(UnavailableError):
             self.send(Stop())
         await self._child.stop(STOP_GRACE_S)
-        if self._ending is not None:
-            await self._ending
+        if self._ending is not None and self._connection is not None:
+            self._connection.transport.abort()  # a process that waits in the kernel keeps its end
+            await asyncio.wait([self._ending], timeout=STOP_GRACE_S)
 
     async def kill(self) -> bool:
         assert self._child is not None, "the engine process was never started"

@@ -330,7 +330,8 @@ class EngineLink:
                 client.wake()
             elif vitals.silent_s is not None and (why := self._downtime.too_long()) is not None:
                 self._given_up_for, verdict = why, Verdict.GIVE_UP
-        self._given_up_for = self._given_up_for or trouble_of(vitals) or "Its step does not end."
+        why = self._given_up_for or self._trouble_of(vitals)
+        self._given_up_for = why or "Its step does not end."
         log.critical("the engine does not go on; killing it (%s)", vitals)
         if await client.kill():
             if not self._has_loaded:

@@ -103,8 +103,7 @@ class Heartbeat:
     @property
     def has_begun(self) -> bool:
         """Whether the loop runs. Before that, the engine loads its model."""
-        (turns, *_) = TURN.unpack_from(self._memory, 0)
-        return bool(turns)
+        return bool(TURN.unpack_from(self._memory, 0)[0])
 
     def vitals(self) -> Vitals:
         turns, at_ns, busy, patience_ns = TURN.unpack_from(self._memory, 0)
