@@ -34,8 +34,7 @@ from engine.backends.custom.frontend.engine_link import EngineLink
 from engine.backends.custom.frontend.generation import Generation
 from engine.backends.custom.frontend.held_images import HeldImages
 from engine.backends.custom.frontend.link import Link
-from engine.backends.custom.frontend.preparation import Preparer
-from engine.backends.custom.frontend.prompts import check_prompt, encode_chat
+from engine.backends.custom.frontend.prompts import Preparer, check_prompt, encode_chat
 from engine.backends.custom.frontend.replay import replayed_tokens
 from engine.backends.custom.frontend.survival import OpenRequest
 from engine.backends.custom.frontend.text_cache import files_key, keep_text
