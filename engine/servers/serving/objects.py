@@ -121,11 +121,11 @@ class ObjectStore:
         num_bytes = len(input) + len(body)
         self._check_size(num_bytes)
         connection.execute("DELETE FROM responses WHERE kept_until <= ?", (self.now(),))
-        self.keep(connection, ancestors)
+        self.keep(connection, ancestors)  # so that they are not the first to make room
         self._make_room(connection, owner, 1, num_bytes)
         row = (object_id, owner, previous_id, 0.0, num_bytes, input, body)
         connection.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?)", row)
-        self.keep(connection, [object_id])
+        self.keep(connection, [*ancestors, object_id])
 
     def set_body(self, connection: sqlite3.Connection, object_id: str, body: bytes) -> None:
         """Replace the body of an object, if the object still exists."""
