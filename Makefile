@@ -12,7 +12,7 @@ LEVELS := scoreboard ui e2e parity security native property unit
 QUICK := tests/unit tests/property $(addprefix tests/parity/test_,native_models.py ir_models.py quants.py)
 SLOW := slow or gpu or network or vllm or clients
 CODE := engine tests benchmarks examples
-CPP := csrc/*/*.cpp csrc/*/*.h tests/native/emulated/*.cpp engine/backends/custom/frameworks/torch/kernels/cuda/*.cu*
+CPP := csrc/*/*.cpp csrc/*/*.h tests/native/emulated/*.cpp engine/torch/kernels/cuda/*.cu*
 step = @printf '\n==> %s\n' "$(1)"
 
 # Tests are compiled once and not for each run, whatever the shell says.

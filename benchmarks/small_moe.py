@@ -19,8 +19,8 @@ import numpy as np
 from benchmarks.peers import peers_cache
 from benchmarks.run import main as compare
 from benchmarks.run import model_path
-from engine.backends.custom.architectures.base import ExpertsConfig, ModelConfig, RopeConfig
-from engine.backends.custom.architectures.tensors import TensorSpec
+from engine.architectures.base import ExpertsConfig, ModelConfig, RopeConfig
+from engine.architectures.tensors import TensorSpec
 from engine.core.registry.model_registry import architecture
 from engine.core.store.catalogue import DEFAULT_MODEL
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.backends.custom.architectures.base import ModelConfig, RopeConfig
+from engine.architectures.base import ModelConfig, RopeConfig
 from engine.core.text.tokenizer import Tokenizer
 from tests import gguf_files, safetensors_files, tokenizer_files
 

@@ -3,14 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.backends.custom.runtime.block_pool import BlockPool
-from engine.backends.custom.runtime.budget import StepBudget
-from engine.backends.custom.runtime.groups.windows import window_group
-from engine.backends.custom.runtime.kv_cache import KVCache
-from engine.backends.custom.runtime.loop import EngineLoop
-from engine.backends.custom.runtime.model_runner import ModelRunner
-from engine.backends.custom.runtime.radix_cache import RadixCache
-from engine.backends.custom.runtime.scheduler import Scheduler
 from engine.core.interfaces.request import (
     Deltas,
     FromEngine,
@@ -19,6 +11,14 @@ from engine.core.interfaces.request import (
     TokenDelta,
     TokenLogprobs,
 )
+from engine.runtime.block_pool import BlockPool
+from engine.runtime.budget import StepBudget
+from engine.runtime.groups.windows import window_group
+from engine.runtime.kv_cache import KVCache
+from engine.runtime.loop import EngineLoop
+from engine.runtime.model_runner import ModelRunner
+from engine.runtime.radix_cache import RadixCache
+from engine.runtime.scheduler import Scheduler
 
 NUM_NEW = 12
 MAX_TURNS = 2000

@@ -10,8 +10,8 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.backends.custom.architectures.base import ModelConfig, RopeConfig
-from engine.backends.custom.architectures.tensors import Transform
+from engine.architectures.base import ModelConfig, RopeConfig
+from engine.architectures.tensors import Transform
 from engine.core.registry.model_registry import architecture
 
 UINT32, INT32, FLOAT32, BOOL, STRING, ARRAY, UINT64 = 4, 5, 6, 7, 8, 9, 10

@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from engine.backends.custom.architectures.base import ModelConfig, RopeConfig
-from engine.backends.custom.ir.execute import ReferenceBatch, State
-from engine.backends.custom.ir.graph import Graph
-from engine.backends.custom.ir.recurrent import empty_states
-from engine.backends.custom.ir.reference import F32
-from engine.backends.custom.ir.rotary import rotary_tables
+from engine.architectures.base import ModelConfig, RopeConfig
+from engine.ir.execute import ReferenceBatch, State
+from engine.ir.graph import Graph
+from engine.ir.recurrent import empty_states
+from engine.ir.reference import F32
+from engine.ir.rotary import rotary_tables
 
 VOCAB, MAX_POSITION = 61, 96
 BLOCK, NUM_BLOCKS = 4, 64

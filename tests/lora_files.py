@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.backends.custom.runtime.groups.adapter_places import AdapterPlaces
+from engine.runtime.groups.adapter_places import AdapterPlaces
 from tests.safetensors_files import file_bytes
 
 PREFIX = "base_model.model."

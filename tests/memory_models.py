@@ -7,13 +7,13 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.backends.custom.architectures.base import ModelConfig
-from engine.backends.custom.architectures.tensors import TensorSpec
-from engine.backends.custom.weights.lazy_tensor import LazyTensor
-from engine.backends.custom.weights.model import ModelSource
-from engine.backends.custom.weights.quants import dequantize
-from engine.backends.custom.weights.random import RandomCheckpoint
-from engine.backends.custom.weights.weight import Weight
+from engine.architectures.base import ModelConfig
+from engine.architectures.tensors import TensorSpec
+from engine.weights.lazy_tensor import LazyTensor
+from engine.weights.model import ModelSource
+from engine.weights.quants import dequantize
+from engine.weights.random import RandomCheckpoint
+from engine.weights.weight import Weight
 
 F32 = NDArray[np.float32]
 _STACKED = ("experts.gate", "experts.up", "experts.down", "attn.k_up", "attn.v_up")

@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from engine.backends.base import BackendHolder
-from engine.backends.custom.options import EngineOptions
 from engine.core.interfaces.backend import CompletionRequest, GenerationContext, UsageEvent
 from engine.core.interfaces.request import SamplingParams
+from engine.ipc.options import EngineOptions
 from engine.routing.nodes import make
 from engine.routing.nodes.agent import NodeAgent
 from engine.routing.nodes.dial import endpoint_of

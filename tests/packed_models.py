@@ -7,16 +7,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.backends.custom.ir.plan import PackedMatrix
-from engine.backends.custom.weights.model import ModelSource, open_model
+from engine.ir.plan import PackedMatrix
+from engine.weights.model import ModelSource, open_model
 from tests.gguf_files import gguf_layout, random_weights, tiny_config, write_gguf
 from tests.native.conftest import load_native
 from tests.safetensors_files import hf_layout, write_model
 
-sys.modules.setdefault("engine.backends.custom.frameworks.native._native", load_native())
+sys.modules.setdefault("engine.native._native", load_native())
 
-from engine.backends.custom.frameworks.native.weights.cache import PackedCache  # noqa: E402
-from engine.backends.custom.frameworks.native.weights.loading import (  # noqa: E402
+from engine.native.weights.cache import PackedCache  # noqa: E402
+from engine.native.weights.loading import (  # noqa: E402
     PackedWeights,
     load_weights,
 )

@@ -5,14 +5,14 @@ from typing import Any
 
 import numpy as np
 
-from engine.backends.custom.options import EngineOptions
-from engine.backends.custom.tools.profiling import ListChannel
-from engine.backends.custom.weights.model import open_model
-from engine.backends.custom.worker.loading import load_runner
-from engine.backends.custom.worker.main import build_loop, planned
 from engine.core.interfaces.interp import Capture, Edit, InterpRequest
 from engine.core.interfaces.request import Abort, GenerateRequest, SamplingParams, TokenDelta
 from engine.core.interp.results import Result
+from engine.ipc.options import EngineOptions
+from engine.tools.profiling import ListChannel
+from engine.weights.model import open_model
+from engine.worker.loading import load_runner
+from engine.worker.main import build_loop, planned
 
 
 class Answer:

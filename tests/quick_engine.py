@@ -7,11 +7,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from engine.backends.custom.ipc.heartbeat import Pulse
-from engine.backends.custom.ipc.transport import Channel
-from engine.backends.custom.options import EngineOptions
-from engine.backends.custom.worker.main import main
 from engine.core.interfaces.request import Ready
+from engine.ipc.heartbeat import Pulse
+from engine.ipc.options import EngineOptions
+from engine.ipc.transport import Channel
+from engine.worker.main import main
 
 
 def begun_file(model: Path) -> Path:

@@ -21,15 +21,15 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from engine.backends.custom.runtime.model_runner import F32, SAMPLE, ModelRunner, SamplingInputs
-from engine.backends.custom.runtime.samplers.host_sampler import HostSampler
-from engine.backends.custom.runtime.tiers.host import HostTier
-from engine.backends.custom.runtime.tiers.kv_tiers import BlockMover, attach_tiers
 from engine.core.interfaces.request import (
     Abort,
     GenerateRequest,
     SamplingParams,
 )
+from engine.runtime.model_runner import F32, SAMPLE, ModelRunner, SamplingInputs
+from engine.runtime.samplers.host_sampler import HostSampler
+from engine.runtime.tiers.host import HostTier
+from engine.runtime.tiers.kv_tiers import BlockMover, attach_tiers
 from tests.conformance_bench import NUM_NEW, Bench, Outcome, Schedule
 from tests.sampler_reference import Reference
 from tests.toy_tiers import InlineMover

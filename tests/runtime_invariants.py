@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 
-from engine.backends.custom.runtime.groups.windows import min_window_blocks
-from engine.backends.custom.runtime.model_runner import NULL_BLOCK, BatchInputs
-from engine.backends.custom.runtime.queue import GUESSED_TOKENS, MUCH_SHORTER
-from engine.backends.custom.runtime.radix_node import Node
-from engine.backends.custom.runtime.sequence import MAX_PREEMPTIONS, ScheduledBatch
+from engine.runtime.groups.windows import min_window_blocks
+from engine.runtime.model_runner import NULL_BLOCK, BatchInputs
+from engine.runtime.queue import GUESSED_TOKENS, MUCH_SHORTER
+from engine.runtime.radix_node import Node
+from engine.runtime.sequence import MAX_PREEMPTIONS, ScheduledBatch
 from tests.toy_runner import CRASH_TOKEN, NAN_TOKEN, mix
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.backends.custom.architectures.base import ModelConfig
+from engine.architectures.base import ModelConfig
 from engine.core.registry.model_registry import architecture
 from tests.gguf_files import MULTIPLIERS, joined_as, stored_as
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from engine.backends.custom.runtime.samplers.chain import XTC_STREAM
-from engine.backends.custom.runtime.samplers.host_sampler import gumbel, row_keys, token_words
 from engine.core.interfaces.request import SAMPLERS, SamplingParams
+from engine.runtime.samplers.chain import XTC_STREAM
+from engine.runtime.samplers.host_sampler import gumbel, row_keys, token_words
 
 Candidates = list[tuple[int, float]]  # token id and logit, likeliest first
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import httpx
 import psutil
 
-from engine.backends.custom.ipc.engine_process import WORKER_MODULE
+from engine.ipc.engine_process import WORKER_MODULE
 
 TRAINER_MODULE = "engine.finetuning.child"
 READY = re.compile(r"Ready in .* at (http://\S+)/v1")

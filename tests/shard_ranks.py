@@ -74,7 +74,7 @@ class Forks:
 
 
 def _serve_forks(sock: socket.socket) -> None:
-    from engine.backends.custom.frameworks.torch.execution.distributed import rank
+    from engine.torch.execution.distributed import rank
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     parent = os.getpid()

@@ -8,20 +8,20 @@ from types import SimpleNamespace
 import numpy as np
 from msgspec import structs
 
-from engine.backends.custom.runtime.block_pool import BlockPool
-from engine.backends.custom.runtime.budget import StepBudget
-from engine.backends.custom.runtime.groups.states import state_group
-from engine.backends.custom.runtime.groups.windows import min_window_blocks, window_group
-from engine.backends.custom.runtime.kv_cache import KVCache
-from engine.backends.custom.runtime.loop import EngineLoop
-from engine.backends.custom.runtime.model_runner import RunnerSpec
-from engine.backends.custom.runtime.radix_cache import RadixCache
-from engine.backends.custom.runtime.requests.grammar import Grammars
-from engine.backends.custom.runtime.scheduler import Scheduler
-from engine.backends.custom.runtime.speculation.draft_model import DraftModel
-from engine.backends.custom.runtime.speculation.drafts import Speculation
-from engine.backends.custom.runtime.speculation.model_drafts import ModelDrafts
 from engine.core.interfaces.request import Deltas, GenerateRequest, SamplingParams, TokenDelta
+from engine.runtime.block_pool import BlockPool
+from engine.runtime.budget import StepBudget
+from engine.runtime.groups.states import state_group
+from engine.runtime.groups.windows import min_window_blocks, window_group
+from engine.runtime.kv_cache import KVCache
+from engine.runtime.loop import EngineLoop
+from engine.runtime.model_runner import RunnerSpec
+from engine.runtime.radix_cache import RadixCache
+from engine.runtime.requests.grammar import Grammars
+from engine.runtime.scheduler import Scheduler
+from engine.runtime.speculation.draft_model import DraftModel
+from engine.runtime.speculation.drafts import Speculation
+from engine.runtime.speculation.model_drafts import ModelDrafts
 from tests.runtime_invariants import WatchedScheduling, check_invariants, check_writes, noted
 from tests.toy_alone import generate_alone
 from tests.toy_grammar import new_matcher

@@ -3,7 +3,7 @@
 from concurrent.futures import Future
 from functools import lru_cache
 
-from engine.backends.custom.runtime.requests.grammar import Grammars, Vocabulary
+from engine.runtime.requests.grammar import Grammars, Vocabulary
 from tests.toy_runner import CRASH_TOKEN, NAN_TOKEN, VOCAB
 
 END = VOCAB - 3

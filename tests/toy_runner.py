@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from engine.backends.custom.runtime.model_runner import (
+from engine.runtime.model_runner import (
     FROM_DEVICE,
     NULL_BLOCK,
     SAMPLE,

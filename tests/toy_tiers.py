@@ -1,8 +1,8 @@
 """A toy engine whose prefix cache has tiers. Blocks move within the call, without threads."""
 
-from engine.backends.custom.runtime.tiers.kv_tiers import attach_tiers
-from engine.backends.custom.runtime.tiers.mover import Mover
-from engine.backends.custom.runtime.tiers.record import identity_of
+from engine.runtime.tiers.kv_tiers import attach_tiers
+from engine.runtime.tiers.mover import Mover
+from engine.runtime.tiers.record import identity_of
 from tests.toy_engine import ToyEngine
 
 

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from engine.backends.custom.options import EngineOptions
-from engine.backends.custom.runtime import budget
-from engine.backends.custom.runtime.model_runner import RunnerConfig, RunnerSpec
-from engine.backends.custom.worker import main as worker
-from engine.backends.custom.worker.memory import MemoryPlan
 from engine.core.errors import ResourceError
+from engine.ipc.options import EngineOptions
+from engine.runtime import budget
+from engine.runtime.model_runner import RunnerConfig, RunnerSpec
+from engine.worker import main as worker
+from engine.worker.memory import MemoryPlan
 from tests.toy_runner import CRASH_TOKEN, IMPATIENT_S, VOCAB, ToyCrash, ToyRunner
 
 STEP_S = 0.005  # slow enough to be killed in the middle of a step

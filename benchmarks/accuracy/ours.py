@@ -8,13 +8,13 @@ from unittest import mock
 import numpy as np
 
 from benchmarks.accuracy.text import WINDOW
-from engine.backends.custom.frameworks.native.compiled import kernels
-from engine.backends.custom.frameworks.native.execution import build
-from engine.backends.custom.frameworks.native.execution.build import STORED, build_runner
-from engine.backends.custom.frameworks.native.execution.runner import NativeRunner
-from engine.backends.custom.ir.plan import Machine
-from engine.backends.custom.runtime.model_runner import RunnerConfig
-from engine.backends.custom.weights.model import ModelSource
+from engine.ir.plan import Machine
+from engine.native.compiled import kernels
+from engine.native.execution import build
+from engine.native.execution.build import STORED, build_runner
+from engine.native.execution.runner import NativeRunner
+from engine.runtime.model_runner import RunnerConfig
+from engine.weights.model import ModelSource
 from tests.parity.runner_driver import RunnerDriver
 
 _BLOCK = 16

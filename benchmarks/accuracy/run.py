@@ -38,12 +38,12 @@ from benchmarks.accuracy.ours import (
 from benchmarks.accuracy.text import passages, read_text, windows
 from benchmarks.machine import machine, machine_line
 from benchmarks.process import exit_on_sigterm
-from engine.backends.custom.frameworks.native.compiled import kernels
-from engine.backends.custom.weights.model import ModelSource, open_model
 from engine.core.store.catalogue import DEFAULT_MODEL
 from engine.core.store.model_store import resolve_model
 from engine.core.store.pull import pull
 from engine.core.text.tokenizer import Tokenizer
+from engine.native.compiled import kernels
+from engine.weights.model import ModelSource, open_model
 
 BAR = 0.5  # percent
 

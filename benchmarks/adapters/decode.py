@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from engine.backends.custom.adapters.matrices import Adapter, LoraPair
-from engine.backends.custom.runtime.model_runner import BatchInputs, ModelRunner, RunnerConfig
-from engine.backends.custom.weights.model import ModelSource, open_model
+from engine.adapters.matrices import Adapter, LoraPair
 from engine.core.store.model_store import resolve_model
+from engine.runtime.model_runner import BatchInputs, ModelRunner, RunnerConfig
+from engine.weights.model import ModelSource, open_model
 
 BLOCK_SIZE, CONTEXT, NUM_ADAPTERS = 16, 128, 8
 PARTS = ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.gate", "mlp.up", "mlp.down")
@@ -72,7 +72,7 @@ def seconds_of(runner: ModelRunner, inputs: BatchInputs, num_steps: int) -> floa
 
 
 def build(options: argparse.Namespace, source: ModelSource) -> Any:
-    module = import_module(f"engine.backends.custom.frameworks.{options.backend}.execution.build")
+    module = import_module(f"engine.{options.backend}.execution.build")
     config = RunnerConfig(
         device=options.device,
         dtype="stored" if options.backend == "native" else options.dtype,
@@ -89,7 +89,7 @@ def model_source(options: argparse.Namespace) -> ModelSource:
     if options.shape is None:
         return open_model(resolve_model(options.model))
     from benchmarks.gpu.workloads import SHAPES
-    from engine.backends.custom.weights.random import random_model
+    from engine.weights.random import random_model
 
     return random_model(SHAPES[options.shape].config, Path(options.shape))
 

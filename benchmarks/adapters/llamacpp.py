@@ -17,11 +17,11 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.features.control_vector import FLOAT, Scores, answers, free_port, largest, theirs
-from engine.backends.custom.conversion.convert import convert
-from engine.backends.custom.conversion.gguf_writer import gguf_bytes
-from engine.backends.custom.conversion.stored import StoredTensor
-from engine.backends.custom.weights.gguf import open_gguf
+from engine.conversion.convert import convert
+from engine.conversion.gguf_writer import gguf_bytes
+from engine.conversion.stored import StoredTensor
 from engine.core.store.model_store import resolve_model
+from engine.weights.gguf import open_gguf
 
 RANK, ALPHA, STD = 8, 16.0, 0.05
 TOLERANCE = 1e-3  # of log-probabilities

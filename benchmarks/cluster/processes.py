@@ -45,9 +45,9 @@ def namespaces() -> Iterator[None]:
 
 def run_command(arguments: list[str]) -> None:
     """Run an `engine` command with an engine process that computes nothing."""
-    from engine.backends.custom.ipc import engine_process
     from engine.cli import main
     from engine.cli.commands import app
+    from engine.ipc import engine_process
 
     engine_process.WORKER_MODULE = "benchmarks.features.null_engine"
     main.EngineProcess = functools.partial(  # type: ignore[misc,assignment]

@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engine.backends.custom.runtime.model_runner import BatchInputs, SamplingInputs
 from engine.core.shards.frames import Array, decode_frame, encode_frame
 from engine.core.shards.ring import RingReader, RingWriter, ring_file
+from engine.runtime.model_runner import BatchInputs, SamplingInputs
 
 if TYPE_CHECKING:
-    from engine.backends.custom.tools.profiling import Run
+    from engine.tools.profiling import Run
 
 FRAME_BAR_MS, ONE_RANK_BAR = 0.2, 0.02
 CONTEXT, BLOCK_SIZE = 2048, 16
@@ -153,13 +153,13 @@ def step_seconds(run: "Run") -> float:
 def measure_one_rank(shape: str, device: str, streams: int, rounds: int) -> dict[str, Any]:
     from benchmarks.gpu.engine import requests_of
     from benchmarks.gpu.workloads import SHAPES, Workload
-    from engine.backends.custom.frameworks.torch.execution import build
-    from engine.backends.custom.frameworks.torch.execution.distributed.sharded_runner import (
+    from engine.ipc.options import EngineOptions
+    from engine.tools.profiling import DrivenEngine
+    from engine.torch.execution import build
+    from engine.torch.execution.distributed.sharded_runner import (
         open_group,
     )
-    from engine.backends.custom.options import EngineOptions
-    from engine.backends.custom.tools.profiling import DrivenEngine
-    from engine.backends.custom.weights.model import open_model
+    from engine.weights.model import open_model
 
     made = SHAPES[shape]
     rng = np.random.default_rng(0)

@@ -14,15 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from engine.backends.custom.architectures.sites import site_name
-from engine.backends.custom.options import EngineOptions
-from engine.backends.custom.tools.profiling import ListChannel
-from engine.backends.custom.weights.model import open_model
-from engine.backends.custom.worker.loading import load_runner
-from engine.backends.custom.worker.main import build_loop, planned
+from engine.architectures.sites import site_name
 from engine.core.interfaces.interp import Capture, Edit, InterpRequest
 from engine.core.interfaces.request import GenerateRequest, SamplingParams
 from engine.core.store.model_store import resolve_model
+from engine.ipc.options import EngineOptions
+from engine.tools.profiling import ListChannel
+from engine.weights.model import open_model
+from engine.worker.loading import load_runner
+from engine.worker.main import build_loop, planned
 
 ROUNDS = 7
 STREAMS, PROMPT, NEW = 32, 32, 96

@@ -10,17 +10,17 @@ import time
 
 import numpy as np
 
-from engine.backends.custom.options import EngineOptions
-from engine.backends.custom.runtime.model_runner import (
+from engine.ipc.options import EngineOptions
+from engine.runtime.model_runner import (
     BatchInputs,
     RunnerConfig,
     RunnerSpec,
     SamplingInputs,
     StepOutput,
 )
-from engine.backends.custom.weights.model import ModelSource
-from engine.backends.custom.worker import main as worker
-from engine.backends.custom.worker.memory import MemoryPlan
+from engine.weights.model import ModelSource
+from engine.worker import main as worker
+from engine.worker.memory import MemoryPlan
 
 VOCAB_SIZE = 49_152
 FIRST_TOKEN, NUM_TOKENS = 1_000, 5_000  # ids of whole words in any vocabulary of that size

@@ -20,17 +20,17 @@ from pathlib import Path
 
 import msgspec
 
-from engine.backends.custom.frontend.text_model import TextModel, load_text
-from engine.backends.custom.options import EngineOptions
-from engine.backends.custom.runtime.loop import EngineLoop
-from engine.backends.custom.runtime.sequence import Row
-from engine.backends.custom.runtime.speculation.draft_model import DraftModel
-from engine.backends.custom.weights.model import open_model
-from engine.backends.custom.worker.draft import plan_draft
-from engine.backends.custom.worker.loading import load_runner
-from engine.backends.custom.worker.main import build_loop, planned
 from engine.core.interfaces.request import Deltas, GenerateRequest, SamplingParams
 from engine.core.store.pull import pull
+from engine.frontend.text_model import TextModel, load_text
+from engine.ipc.options import EngineOptions
+from engine.runtime.loop import EngineLoop
+from engine.runtime.sequence import Row
+from engine.runtime.speculation.draft_model import DraftModel
+from engine.weights.model import open_model
+from engine.worker.draft import plan_draft
+from engine.worker.loading import load_runner
+from engine.worker.main import build_loop, planned
 
 RECORDS = [
     {"id": 4100 + 7 * n, "name": name, "city": city, "active": n % 2 == 0, "score": 61.5 + 3 * n}

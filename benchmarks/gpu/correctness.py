@@ -20,8 +20,8 @@ from typing import Any
 
 from benchmarks.gpu.engine import BenchEngine, shape_source, tokens_of
 from benchmarks.gpu.workloads import SHAPES, Shape, Workload
-from engine.backends.custom.options import EngineOptions
-from engine.backends.custom.worker.memory import DTYPE_BYTES
+from engine.ipc.options import EngineOptions
+from engine.worker.memory import DTYPE_BYTES
 
 NUM_PROMPTS = 64
 NUM_NEW = 48

@@ -15,12 +15,12 @@ import torch
 
 from benchmarks.gpu.roof import H200
 from benchmarks.gpu.timing import copies_of, microseconds
-from engine.backends.custom.frameworks.torch.kernels.attention_spec import (
+from engine.torch.kernels.attention_spec import (
     Plans,
     bytes_of,
     example_of,
 )
-from engine.backends.custom.frameworks.torch.kernels.base import (
+from engine.torch.kernels.base import (
     LLAMA_1B,
     LLAMA_8B,
     QWEN3_30B,
@@ -29,7 +29,7 @@ from engine.backends.custom.frameworks.torch.kernels.base import (
     Inputs,
     Shape,
 )
-from engine.backends.custom.frameworks.torch.kernels.cuda import decode
+from engine.torch.kernels.cuda import decode
 
 KERNELS = ("CUDA", "Triton")
 SPEEDS = ((64, 256), (32, 7000), (256, 640))  # rows, keys

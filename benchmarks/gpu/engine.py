@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.workloads import SHAPES, Workload
-from engine.backends.custom.options import EngineOptions
-from engine.backends.custom.tools.profiling import DrivenEngine, Run
-from engine.backends.custom.weights.model import ModelSource
-from engine.backends.custom.weights.random import random_model
 from engine.core.interfaces.request import GenerateRequest, SamplingParams
+from engine.ipc.options import EngineOptions
+from engine.tools.profiling import DrivenEngine, Run
+from engine.weights.model import ModelSource
+from engine.weights.random import random_model
 
 
 class BenchEngine(DrivenEngine):

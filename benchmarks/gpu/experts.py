@@ -17,8 +17,8 @@ import torch
 
 from benchmarks.gpu.roof import H200
 from benchmarks.gpu.timing import copies_of, microseconds
-from engine.backends.custom.frameworks.torch.kernels.base import QWEN3_30B, TINY, Shape, load_all
-from engine.backends.custom.frameworks.torch.kernels.triton.experts import (
+from engine.torch.kernels.base import QWEN3_30B, TINY, Shape, load_all
+from engine.torch.kernels.triton.experts import (
     GemmTile,
     experts_mlp,
     pairs_per_block,

@@ -18,11 +18,11 @@ from typing import Any
 from benchmarks.gpu.engine import BenchEngine
 from benchmarks.gpu.workloads import SHAPES
 from benchmarks.machine import machine
-from engine.backends.custom.options import EngineOptions
-from engine.backends.custom.runtime.tiers.host import HostTier
-from engine.backends.custom.runtime.tiers.kv_tiers import KVTiers, attach_tiers
-from engine.backends.custom.runtime.tiers.record import identity_of
 from engine.core.interfaces.request import GenerateRequest, SamplingParams
+from engine.ipc.options import EngineOptions
+from engine.runtime.tiers.host import HostTier
+from engine.runtime.tiers.kv_tiers import KVTiers, attach_tiers
+from engine.runtime.tiers.record import identity_of
 
 GIB = 2**30
 STORE_S = 20.0  # the writing thread gets this long to store a pass

@@ -30,23 +30,23 @@ from torch import Tensor
 
 from benchmarks.gpu.engine import BenchEngine, shape_source
 from benchmarks.gpu.workloads import SHAPES, Shape
-from engine.backends.custom.frameworks.torch.device import keep_sums_whole
-from engine.backends.custom.frameworks.torch.kernels.attention_heads import (
+from engine.core.interfaces.request import GenerateRequest, SamplingParams
+from engine.ipc.options import EngineOptions
+from engine.runtime.model_runner import Warmable
+from engine.tools.profiling import Run
+from engine.torch.device import keep_sums_whole
+from engine.torch.kernels.attention_heads import (
     AttentionHeads,
     ReferenceAttention,
 )
-from engine.backends.custom.frameworks.torch.kernels.attention_spec import batch_of
-from engine.backends.custom.frameworks.torch.kernels.base import KERNELS, Inputs
-from engine.backends.custom.frameworks.torch.kernels.invariant.attention import InvariantAttention
-from engine.backends.custom.frameworks.torch.kernels.invariant.linear import (
+from engine.torch.kernels.attention_spec import batch_of
+from engine.torch.kernels.base import KERNELS, Inputs
+from engine.torch.kernels.invariant.attention import InvariantAttention
+from engine.torch.kernels.invariant.linear import (
     compare_library,
     invariant_linear,
 )
-from engine.backends.custom.options import EngineOptions
-from engine.backends.custom.runtime.model_runner import Warmable
-from engine.backends.custom.tools.profiling import Run
-from engine.backends.custom.worker.memory import DTYPE_BYTES
-from engine.core.interfaces.request import GenerateRequest, SamplingParams
+from engine.worker.memory import DTYPE_BYTES
 
 NUM_REQUESTS, NUM_NEW = 256, 24
 LONGEST, SHARED = 640, 320  # tokens of the longest prompt, and of the prefix that a third shares

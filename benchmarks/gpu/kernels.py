@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.gpu.roof import H200
 from benchmarks.gpu.timing import copies_of, microseconds
-from engine.backends.custom.frameworks.torch.kernels.base import (
+from engine.torch.kernels.base import (
     LLAMA_1B,
     LLAMA_8B,
     QWEN3_30B,

@@ -24,16 +24,6 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from engine.backends.custom.options import EngineOptions
-from engine.backends.custom.runtime import loop as engine_loop
-from engine.backends.custom.runtime.model_runner import (
-    GPU_STEP_S,
-    BatchInputs,
-    RunnerSpec,
-    SamplingInputs,
-    StepOutput,
-)
-from engine.backends.custom.worker.main import build_loop
 from engine.core.interfaces.request import (
     Deltas,
     FromEngine,
@@ -41,6 +31,16 @@ from engine.core.interfaces.request import (
     SamplingParams,
     ToEngine,
 )
+from engine.ipc.options import EngineOptions
+from engine.runtime import loop as engine_loop
+from engine.runtime.model_runner import (
+    GPU_STEP_S,
+    BatchInputs,
+    RunnerSpec,
+    SamplingInputs,
+    StepOutput,
+)
+from engine.worker.main import build_loop
 
 BLOCK_SIZE, MAX_SLOTS, MAX_BATCH_TOKENS, MAX_SEQ_LEN = 16, 1024, 8192, 8192
 CLIENT_S = 0.001  # from a stream's last token until its next request reaches the frontend

@@ -11,7 +11,7 @@ assumes that tokens choose independently, each expert with the same probability.
 from dataclasses import dataclass, replace
 
 from benchmarks.gpu.workloads import Workload
-from engine.backends.custom.architectures.base import ModelConfig
+from engine.architectures.base import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)

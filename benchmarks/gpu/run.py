@@ -25,9 +25,9 @@ from benchmarks.gpu.roof import H200, quantized, roof_seconds
 from benchmarks.gpu.start import measure_starts
 from benchmarks.gpu.workloads import FIGURES, SHAPES, START_FIGURES, workloads
 from benchmarks.machine import machine, machine_line
-from engine.backends.custom.options import EngineOptions
-from engine.backends.custom.tools.profiling import Run
 from engine.core.sandbox.processes import keep_all
+from engine.ipc.options import EngineOptions
+from engine.tools.profiling import Run
 
 START = "start"
 WIDTH = 160  # of the table, even without a terminal

@@ -17,14 +17,14 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.gpu.timing import copies_of, microseconds
-from engine.backends.custom.frameworks.torch.kernels.base import (
+from engine.torch.kernels.base import (
     LLAMA_1B,
     LLAMA_8B,
     TINY,
     Inputs,
     Shape,
 )
-from engine.backends.custom.frameworks.torch.kernels.triton.skinny import (
+from engine.torch.kernels.triton.skinny import (
     SkinnyConfig,
     choose,
     skinny_linear,

@@ -31,20 +31,20 @@ from numpy.typing import NDArray
 
 from benchmarks.features.speculation import Memory
 from benchmarks.gpu.workloads import SHAPES, Shape
-from engine.backends.custom.frameworks.entry import framework_entry
-from engine.backends.custom.options import EngineOptions
-from engine.backends.custom.runtime.idle_step import warm_up
-from engine.backends.custom.runtime.loop import EngineLoop
-from engine.backends.custom.runtime.model_runner import Warmable
-from engine.backends.custom.runtime.speculation.draft_model import DraftModel
-from engine.backends.custom.weights.lazy_tensor import LazyTensor
-from engine.backends.custom.weights.model import ModelSource
-from engine.backends.custom.weights.quants import dequantize
-from engine.backends.custom.weights.random import STORED, Normal, RandomWeight, random_model
-from engine.backends.custom.weights.weight import Weight
-from engine.backends.custom.worker.loading import load_runner
-from engine.backends.custom.worker.main import build_loop, planned
 from engine.core.interfaces.request import Deltas, GenerateRequest, SamplingParams
+from engine.ipc.options import EngineOptions
+from engine.runners.entry import framework_entry
+from engine.runtime.idle_step import warm_up
+from engine.runtime.loop import EngineLoop
+from engine.runtime.model_runner import Warmable
+from engine.runtime.speculation.draft_model import DraftModel
+from engine.weights.lazy_tensor import LazyTensor
+from engine.weights.model import ModelSource
+from engine.weights.quants import dequantize
+from engine.weights.random import STORED, Normal, RandomWeight, random_model
+from engine.weights.weight import Weight
+from engine.worker.loading import load_runner
+from engine.worker.main import build_loop, planned
 
 QUIET = 1e-4  # factor of the matrices with which layers write to the residual stream
 AGREEMENT = 0.8  # share of the tokens after which the draft model has the right one

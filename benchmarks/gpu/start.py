@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("started_at", type=float)
     given = parser.parse_args()
     from benchmarks.gpu.engine import BenchEngine
-    from engine.backends.custom.options import EngineOptions
+    from engine.ipc.options import EngineOptions
 
     imported_at = time.time()
     engine = BenchEngine(given.model, EngineOptions(**given.options))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.backends.custom.frameworks.torch.kernels.base import copied
+from engine.torch.kernels.base import copied
 
 COPIES_BYTES = 256 * 1024**2
 MAX_COPIES = 48

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.backends.custom.frameworks.native.execution.build import build_encoder, find_device
-from engine.backends.custom.options import EngineOptions
-from engine.backends.custom.weights.model import open_model
 from engine.core.store.pull import pull
+from engine.ipc.options import EngineOptions
+from engine.native.execution.build import build_encoder, find_device
+from engine.weights.model import open_model
 
 MODEL = "all-minilm-l6-v2"
 Texts = Sequence[tuple[int, ...]]

@@ -20,10 +20,10 @@ from typing import Any
 
 from benchmarks.gpu.engine import shape_source
 from benchmarks.gpu.workloads import SHAPES
-from engine.backends.custom.options import EngineOptions
-from engine.backends.custom.tools.profiling import DrivenEngine, Run
-from engine.backends.custom.weights.model import ModelSource, open_model
 from engine.core.interfaces.request import GenerateRequest, SamplingParams
+from engine.ipc.options import EngineOptions
+from engine.tools.profiling import DrivenEngine, Run
+from engine.weights.model import ModelSource, open_model
 
 BASELINE = "transformers"
 # Prompts, number of new tokens -> new tokens per second, of all requests together.

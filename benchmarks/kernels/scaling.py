@@ -23,9 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.machine import machine, machine_line
-from engine.backends.custom.frameworks.native.execution.timing import runner_config, time_steps
-from engine.backends.custom.frameworks.native.machine import default_threads
-from engine.backends.custom.weights.model import ModelSource, open_model
+from engine.native.execution.timing import runner_config, time_steps
+from engine.native.machine import default_threads
+from engine.weights.model import ModelSource, open_model
 
 Q4_1 = gguf.GGMLQuantizationType.Q4_1
 STREAMS = (1, 8, 32)

@@ -15,12 +15,12 @@ from statistics import median
 
 import numpy as np
 
-from engine.backends.custom.frameworks.native.execution.build import build_runner
-from engine.backends.custom.frameworks.native.execution.timing import runner_config
-from engine.backends.custom.runtime.model_runner import BatchInputs, RunnerConfig
-from engine.backends.custom.weights.model import open_model
 from engine.core.store.catalogue import DEFAULT_MODEL
 from engine.core.store.model_store import resolve_model
+from engine.native.execution.build import build_runner
+from engine.native.execution.timing import runner_config
+from engine.runtime.model_runner import BatchInputs, RunnerConfig
+from engine.weights.model import open_model
 
 KINDS = ("8+0", "16+0", "24+0", "32+0", "8+16", "8+32", "8+48", "8+64", "8+128")
 LENGTH = 192  # tokens of a sequence before a decode row

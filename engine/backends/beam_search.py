@@ -14,7 +14,6 @@ from typing import Literal
 import msgspec
 
 from engine.backends.base import InferenceBackend, close_events
-from engine.backends.custom.frontend.prompts import check_context
 from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.backend import (
     ChatRequest,
@@ -28,6 +27,7 @@ from engine.core.interfaces.backend import (
     UsageEvent,
 )
 from engine.core.interfaces.request import SamplingParams
+from engine.frontend.prompts import check_context
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,8 +57,8 @@ def convert(
     chunks: ChunksOption = 8,
 ) -> None:
     """Convert a model, with its tokenizer and chat template. Prints what was written."""
-    from engine.backends.custom.conversion.convert import convert as convert_model
     from engine.cli.pull_progress import TerminalProgress
+    from engine.conversion.convert import convert as convert_model
 
     path = path_of(source)
     with TerminalProgress(messages(), verb="writing") as progress:
@@ -88,10 +88,10 @@ def imatrix(
     """Measure the activations of a model on a text. `engine convert --imatrix` uses the result."""
     from contextlib import closing
 
-    from engine.backends.custom.conversion.importance import write_importance
-    from engine.backends.custom.tools.quality import importance_of, windows_of
-    from engine.backends.custom.weights.model import open_model
     from engine.cli.pull_progress import TerminalProgress
+    from engine.conversion.importance import write_importance
+    from engine.tools.quality import importance_of, windows_of
+    from engine.weights.model import open_model
 
     with closing(open_model(path_of(model))) as source:
         windows = windows_of(source, text, chunks)
@@ -113,9 +113,9 @@ def path_of(model: str) -> Path:
 def _print_quality(source: Path, target: Path, text: Path, chunks: int) -> None:
     from contextlib import closing
 
-    from engine.backends.custom.tools.quality import compare_models, windows_of
-    from engine.backends.custom.weights.model import open_model
     from engine.cli.pull_progress import TerminalProgress
+    from engine.tools.quality import compare_models, windows_of
+    from engine.weights.model import open_model
 
     with closing(open_model(source)) as model:
         windows = windows_of(model, text, chunks)

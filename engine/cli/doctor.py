@@ -28,7 +28,7 @@ from engine.core.store.gpus import amd_gpus, has_rocm_torch, query_gpus, rocm_ve
 
 _GIB = 2**30
 _MEASURE_TIMEOUT_S = 30.0
-_NATIVE = "engine.backends.custom.frameworks.native"
+_NATIVE = "engine.native"
 _NATIVE_FIX = (
     "install a C++ compiler (for example: apt-get install g++) and install the engine again, "
     "or serve with PyTorch: pip install 'engine[torch]' and --backend torch"
@@ -267,8 +267,8 @@ def _measured_speed() -> dict[str, Any]:
 
 
 def _backends(has_gpu: bool, kernels: Finding) -> list[Finding]:
-    from engine.backends.custom.frameworks.tinygrad.clang import missing_clang
     from engine.core.registry.backend_registry import backend_names
+    from engine.tinygrad.clang import missing_clang
 
     found = []
     for name in backend_names():

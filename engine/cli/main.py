@@ -11,8 +11,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from engine.backends.custom.ipc.engine_process import EngineProcess
 from engine.core.sandbox.exhaustion import limit_too_small, what_ran_out
+from engine.ipc.engine_process import EngineProcess
 
 _waiting: list[EngineProcess] = []
 

@@ -15,9 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from engine.backends.custom.architectures.base import ModelConfig
-    from engine.backends.custom.weights.lazy_tensor import LazyTensor
-    from engine.backends.custom.weights.model import ModelFiles, ModelSource
+    from engine.architectures.base import ModelConfig
+    from engine.weights.lazy_tensor import LazyTensor
+    from engine.weights.model import ModelFiles, ModelSource
 
 # Bytes per number; the report estimates the memory for each of these types.
 DTYPES = {"bfloat16": 2, "float32": 4}

@@ -10,10 +10,10 @@ from engine.cli.console import JsonOption, complete_model, messages, output
 from engine.core.errors import ConfigError, ModelFormatError, NotFoundError
 
 if TYPE_CHECKING:
-    from engine.backends.custom.weights.model import ModelSource
     from engine.core.store.catalogue import CatalogueEntry
     from engine.core.store.fit import Machine
     from engine.core.store.model_store import StoredModel
+    from engine.weights.model import ModelSource
 
 USABLE_CONTEXT = 8192  # tokens for which `show` says whether a model fits
 GRAPH_CONTEXT = 128  # default tokens per sequence for `inspect --graph`
@@ -157,9 +157,9 @@ def show(
     as_json: JsonOption = False,
 ) -> None:
     """Show what a model is, and whether it fits this machine. `inspect` shows more."""
-    from engine.backends.custom.weights.model import open_model
     from engine.cli.model_report import describe, print_summary
     from engine.core.store.model_store import resolve_model
+    from engine.weights.model import open_model
 
     with closing(open_model(resolve_model(model))) as source:
         report = describe(source, min(USABLE_CONTEXT, source.config.max_position), 1)
@@ -200,8 +200,8 @@ def inspect(
     out: OutputOption = None,
 ) -> None:
     """Show a model's hyperparameters, metadata and tensors, and the memory it takes."""
-    from engine.backends.custom.weights.model import open_model
     from engine.core.store.model_store import resolve_model
+    from engine.weights.model import open_model
 
     _check_inspect(graph, [tokens, prompt, timed, form, out], [tensors, batch != 1])
     if as_json and form not in (None, "json"):
@@ -241,8 +241,8 @@ def _print_unsupported(path: Path, *, as_json: bool, list_tensors: bool) -> bool
     """Print what the files of a model say. Returns False, without printing, if the engine has a
     family for the model: then something else is wrong with the files.
     """
-    from engine.backends.custom.weights.model import open_files
     from engine.cli.model_report import describe_stored, print_stored
+    from engine.weights.model import open_files
 
     with closing(open_files(path)) as stored:
         if stored.unsupported is None:

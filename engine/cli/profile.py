@@ -23,9 +23,9 @@ from engine.core.errors import ConfigError, InvalidRequestError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from engine.backends.custom.options import EngineOptions
-    from engine.backends.custom.tools.profiling import FirstToken, Profile
-    from engine.backends.custom.weights.model import ModelSource
+    from engine.ipc.options import EngineOptions
+    from engine.tools.profiling import FirstToken, Profile
+    from engine.weights.model import ModelSource
 
 
 PROMPT_TOKENS = 512  # default length of the prompt, in tokens
@@ -59,7 +59,7 @@ def profile(
     as_json: JsonOption = False,
 ) -> None:
     """Run a model and show where its time goes."""
-    from engine.backends.custom.tools.profiling import profile_model
+    from engine.tools.profiling import profile_model
 
     if prompt is not None and (prompt_tokens is not None or load_format == "dummy"):
         raise ConfigError(
@@ -89,9 +89,9 @@ def profile(
 
 
 def _open(model: str, load_format: str) -> "ModelSource":
-    from engine.backends.custom.weights.model import open_model
-    from engine.backends.custom.weights.random import open_random
     from engine.core.store.model_store import resolve_model
+    from engine.weights.model import open_model
+    from engine.weights.random import open_random
 
     path = resolve_model(model)
     if load_format == "auto":
@@ -146,7 +146,7 @@ def _tokenized(
     """
     import time
 
-    from engine.backends.custom.frontend.text_model import load_text
+    from engine.frontend.text_model import load_text
 
     text = load_text(source.path)
     made_up: tuple[int, ...] | None = None

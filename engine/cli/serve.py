@@ -43,10 +43,10 @@ if TYPE_CHECKING:
     from socket import socket
 
     from engine.backends.custom.app import Server
-    from engine.backends.custom.ipc.engine_process import EngineProcess
     from engine.core.config import LoadedSettings
     from engine.core.config_schema import Settings
     from engine.core.sandbox.examination import Examination
+    from engine.ipc.engine_process import EngineProcess
 
 
 def parse_options(given: list[str] | None) -> dict[str, Any] | None:
@@ -250,8 +250,8 @@ def begin_engine(
 
 
 def _keep_examined(path: Path, examination: "Examination") -> None:
-    from engine.backends.custom.frontend.text_cache import keep_text
-    from engine.backends.custom.ipc.transport import ConnectionClosedError
+    from engine.frontend.text_cache import keep_text
+    from engine.ipc.transport import ConnectionClosedError
 
     # If the engine process has ended, the code that uses it later will report that.
     with contextlib.suppress(ConnectionClosedError):

@@ -81,8 +81,7 @@ def _mark_rows(strike: Strike, arguments: dict[str, Any]) -> None:
     arguments["output"] = replace(output, finite=finite)
 
 
-_CUSTOM = "engine.backends.custom"
-_RUNTIME = f"{_CUSTOM}.runtime"
+_RUNTIME = "engine.runtime"
 _SERVERS = "engine.servers"
 
 # Point -> the functions and methods that belong to it. The points are in the order in which a
@@ -95,8 +94,8 @@ PLACES = {
         Place("engine.core.text.tokenizer:Tokenizer.encode_rendered"),
     ),
     "check_grammar": (Place("engine.core.grammar.checker:GrammarChecker.check", "grammar"),),
-    "submit": (Place(f"{_CUSTOM}.frontend.engine_link:EngineLink.submit", "request.prompt"),),
-    "load": (Place(f"{_CUSTOM}.worker.main:open_model"),),
+    "submit": (Place(f"engine.frontend.engine_link:EngineLink.submit", "request.prompt"),),
+    "load": (Place(f"engine.worker.main:open_model"),),
     "intake": (Place(f"{_RUNTIME}.requests.intake:Intake.submit", "request.prompt"),),
     "compile": (Place(f"{_RUNTIME}.requests.grammar:Grammars._new_matcher", "grammar"),),
     "schedule": (Place(f"{_RUNTIME}.scheduler:Scheduler.schedule"),),
@@ -106,7 +105,7 @@ PLACES = {
     ),
     "forward": (
         Place(f"{_RUNTIME}.step_runner:StepRunner._run_forward", "inputs.token_ids"),
-        Place(f"{_CUSTOM}.worker.encoder_loop:EncoderLoop._encode"),
+        Place(f"engine.worker.encoder_loop:EncoderLoop._encode"),
     ),
     "sample": (Place(f"{_RUNTIME}.batch:BatchBuilder.sampling"),),
     "wait": (Place(f"{_RUNTIME}.step_runner:StepRunner.wait"),),

@@ -13,9 +13,9 @@ from peft import LoraConfig, get_peft_model
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 
-from engine.backends.custom.conversion.convert import convert
 from engine.backends.transformers.checkpoint import open_checkpoint
 from engine.backends.transformers.loading import load_model
+from engine.conversion.convert import convert
 from engine.core.errors import InvalidRequestError
 from engine.finetuning.folder import OPTIMIZER
 from engine.finetuning.plan import LoraShape

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.backends.custom.frontend.prompts import encode_chat
-from engine.backends.custom.frontend.text_model import TextModel
 from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.backend import ChatRequest, GenerationContext
 from engine.core.interfaces.request import SamplingParams
 from engine.finetuning.data import ChatExample, CompletionExample, Example, PreferenceExample
+from engine.frontend.prompts import encode_chat
+from engine.frontend.text_model import TextModel
 
 _CONTEXT = GenerationContext(request_id="training", params=SamplingParams())
 

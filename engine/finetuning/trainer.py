@@ -16,9 +16,6 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from engine.backends.custom.frameworks.torch.execution.build import torch_device
-from engine.backends.custom.frontend.text_model import TextModel, load_text
-from engine.backends.custom.worker.training_room import MICRO_BATCH_TOKENS
 from engine.core.errors import EngineError, ResourceError
 from engine.finetuning.adapter_model import (
     load_for_training,
@@ -39,6 +36,9 @@ from engine.finetuning.losses import (
 from engine.finetuning.memory import check_room, is_out_of_memory, limit_memory, release_memory
 from engine.finetuning.plan import TrainingPlan
 from engine.finetuning.tokens import ExampleTokenizer, TokenExample, TokenPair
+from engine.frontend.text_model import TextModel, load_text
+from engine.torch.execution.build import torch_device
+from engine.worker.training_room import MICRO_BATCH_TOKENS
 
 _MAX_NORM = 1.0
 _WARM_UP = 0.05  # share of the steps in which the learning rate grows

@@ -17,7 +17,6 @@ import msgspec
 from engine.backends.base import InferenceBackend, close_events
 from engine.backends.custom.app import build_backend
 from engine.backends.custom.engine_settings import backend_name, has_engine, preset_of
-from engine.backends.custom.frontend.generation import Generation
 from engine.core.config import load_settings
 from engine.core.config_schema import Settings
 from engine.core.errors import InvalidRequestError, UnavailableError
@@ -33,6 +32,7 @@ from engine.core.interfaces.backend import (
 )
 from engine.core.interfaces.request import SamplingParams as WireParams
 from engine.core.store.model_store import needs_pull
+from engine.frontend.generation import Generation
 from engine.library.answers import Answer
 from engine.library.arguments import EngineArgs
 from engine.outputs import (

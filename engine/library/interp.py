@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from engine.backends.custom.architectures.sites import EMBED, LAYER_PARTS, NORMALIZED, site_name
+from engine.architectures.sites import EMBED, LAYER_PARTS, NORMALIZED, site_name
 from engine.core.errors import EngineError, InvalidRequestError, error_from_code
 from engine.core.interp.resolving import resolved
 from engine.core.interp.results import Result

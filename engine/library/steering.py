@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.backends.custom.architectures.sites import site_name
+from engine.architectures.sites import site_name
 from engine.core.errors import ConfigError
 from engine.core.tensor_file import StoredTensor
 from engine.library.interp import Trace
@@ -87,7 +87,7 @@ def read_vectors(path: Path) -> tuple[dict[str, F32], dict[str, str]]:
 
 
 def _read_gguf(path: Path) -> tuple[dict[str, F32], dict[str, str]]:
-    from engine.backends.custom.weights.gguf import open_gguf
+    from engine.weights.gguf import open_gguf
 
     checkpoint = open_gguf(path)
     try:
@@ -104,7 +104,7 @@ def _read_gguf(path: Path) -> tuple[dict[str, F32], dict[str, str]]:
 
 
 def _read_safetensors(path: Path) -> dict[str, F32]:
-    from engine.backends.custom.weights.safetensors import open_safetensors
+    from engine.weights.safetensors import open_safetensors
 
     checkpoint = open_safetensors(path)
     try:
@@ -138,8 +138,8 @@ def _read_sae(folder: Path) -> tuple[dict[str, F32], dict[str, str]]:
 
 def write_gguf(path: Path, vectors: dict[str, F32], model: str) -> None:
     """Writes a control vector that llama.cpp reads (`--control-vector`)."""
-    from engine.backends.custom.conversion.gguf_writer import gguf_bytes
-    from engine.backends.custom.conversion.stored import StoredTensor as Written
+    from engine.conversion.gguf_writer import gguf_bytes
+    from engine.conversion.stored import StoredTensor as Written
 
     tensors = []
     for name, values in vectors.items():

@@ -122,7 +122,7 @@ class EngineShare:
         used all cores, the engines would wait for each other. If engines pinned their threads, all
         engines would use the same cores.
         """
-        from engine.backends.custom.frameworks.native.machine import default_threads
+        from engine.native.machine import default_threads
 
         part: dict[str, Any] = {}
         if told["threads"] is None:

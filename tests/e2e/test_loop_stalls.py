@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from engine.backends.custom.frameworks.backends import NativeBackend
+from engine.backends.custom.frameworks import NativeBackend
 from tests.live_server import LiveServer, live_server, wait_until
 
 MODEL = "smollm2-135m-instruct"

@@ -17,7 +17,7 @@ from tests.node_processes import READY, running
 
 NUM_STREAMS = 8
 NUM_TOKENS = 300
-RANK_MODULE = "engine.backends.custom.frameworks.torch.execution.distributed.rank"
+RANK_MODULE = "engine.torch.execution.distributed.rank"
 
 
 def rank_pids(server: int) -> list[int]:

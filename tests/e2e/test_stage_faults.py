@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from engine.backends.custom.frameworks.backends import NativeBackend
+from engine.backends.custom.frameworks import NativeBackend
 from engine.core import faults
 from engine.core.faults import Fault
 from tests.live_server import LiveServer, live_server, wait_until

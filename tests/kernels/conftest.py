@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-KERNELS = "engine.backends.custom.frameworks.torch.kernels.base"
+KERNELS = "engine.torch.kernels.base"
 HERE = Path(__file__).parent
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from engine.backends.custom.frameworks.torch.kernels.cuda import decode
+from engine.torch.kernels.cuda import decode
 
 HEADER = Path(__file__).parent / "emulated.h"
 KERNELS = Path(decode.__file__).parent

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from engine.backends.custom.frameworks.torch.execution import cuda_runner, staging, step_sizes
-from engine.backends.custom.frameworks.torch.execution.cuda_runner import CudaRunner
-from engine.backends.custom.frameworks.torch.execution.staging import BufferedStep
-from engine.backends.custom.frameworks.torch.kernels import attention_triton
-from engine.backends.custom.runtime.model_runner import RunnerConfig
+from engine.runtime.model_runner import RunnerConfig
+from engine.torch.execution import cuda_runner, staging, step_sizes
+from engine.torch.execution.cuda_runner import CudaRunner
+from engine.torch.execution.staging import BufferedStep
+from engine.torch.kernels import attention_triton
 from tests.parity import tiny_models
 
 

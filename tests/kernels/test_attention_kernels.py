@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from engine.backends.custom.frameworks.torch.kernels import attention_triton
-from engine.backends.custom.frameworks.torch.kernels.attention_heads import (
+from engine.runtime.model_runner import BatchInputs
+from engine.torch.kernels import attention_triton
+from engine.torch.kernels.attention_heads import (
     AttentionHeads,
     ReferenceAttention,
 )
-from engine.backends.custom.frameworks.torch.kernels.attention_triton import TritonAttention
-from engine.backends.custom.runtime.model_runner import BatchInputs
+from engine.torch.kernels.attention_triton import TritonAttention
 
 BLOCK_SIZE = 8
 TOLERANCE = 2e-5

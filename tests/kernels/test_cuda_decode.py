@@ -10,26 +10,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.backends.custom.frameworks.torch.device import is_hopper
-from engine.backends.custom.frameworks.torch.kernels.attention_heads import (
+from engine.runtime.model_runner import BatchInputs
+from engine.torch.device import is_hopper
+from engine.torch.kernels.attention_heads import (
     AttentionHeads,
     ReferenceAttention,
 )
-from engine.backends.custom.frameworks.torch.kernels.attention_spec import batch_of, tables_of
-from engine.backends.custom.frameworks.torch.kernels.attention_triton import (
+from engine.torch.kernels.attention_spec import batch_of, tables_of
+from engine.torch.kernels.attention_triton import (
     TritonAttention,
     TritonPlan,
 )
-from engine.backends.custom.frameworks.torch.kernels.base import (
+from engine.torch.kernels.base import (
     ROUNDED,
     TINY,
     Inputs,
     copied,
     interpreting,
 )
-from engine.backends.custom.frameworks.torch.kernels.cuda import decode
-from engine.backends.custom.frameworks.torch.kernels.fp8 import cache_scales, random_cache
-from engine.backends.custom.runtime.model_runner import BatchInputs
+from engine.torch.kernels.cuda import decode
+from engine.torch.kernels.fp8 import cache_scales, random_cache
 from tests.kernels.emulation import Emulated
 
 HOPPER = torch.cuda.is_available() and is_hopper(torch.device("cuda"))

@@ -7,17 +7,17 @@ import numpy as np
 import pytest
 import torch
 
-from engine.backends.custom.adapters.reading import open_adapter
-from engine.backends.custom.frameworks.torch.execution import step_sizes
-from engine.backends.custom.frameworks.torch.execution.build import build_runner
-from engine.backends.custom.frameworks.torch.execution.cuda_runner import CudaRunner
-from engine.backends.custom.frameworks.torch.execution.device_sampler import Kind
-from engine.backends.custom.frameworks.torch.execution.runner import TorchRunner
-from engine.backends.custom.frameworks.torch.kernels import skinny
-from engine.backends.custom.frameworks.torch.models import base, blocks
-from engine.backends.custom.frameworks.torch.models.loading import build_model
-from engine.backends.custom.runtime.model_runner import ModelRunner
-from engine.backends.custom.weights.model import open_model
+from engine.adapters.reading import open_adapter
+from engine.runtime.model_runner import ModelRunner
+from engine.torch.execution import step_sizes
+from engine.torch.execution.build import build_runner
+from engine.torch.execution.cuda_runner import CudaRunner
+from engine.torch.execution.device_sampler import Kind
+from engine.torch.execution.runner import TorchRunner
+from engine.torch.kernels import skinny
+from engine.torch.models import base, blocks
+from engine.torch.models.loading import build_model
+from engine.weights.model import open_model
 from tests.kernels.stand_ins import config, stand_in
 from tests.lora_files import peft_folder
 from tests.parity import tiny_models

@@ -5,9 +5,9 @@ and expert are sorted, and routing by rules that have no kernel.
 import pytest
 import torch
 
-from engine.backends.custom.architectures.base import ExpertsConfig
-from engine.backends.custom.frameworks.torch.kernels.experts import route
-from engine.backends.custom.frameworks.torch.kernels.triton import experts
+from engine.architectures.base import ExpertsConfig
+from engine.torch.kernels.experts import route
+from engine.torch.kernels.triton import experts
 
 
 @pytest.mark.parametrize("num_tokens", [1, 40])

@@ -5,8 +5,8 @@ not show.
 import pytest
 import torch
 
-from engine.backends.custom.frameworks.torch.kernels.base import TINY, Inputs, copied
-from engine.backends.custom.frameworks.torch.kernels.fp8 import (
+from engine.torch.kernels.base import TINY, Inputs, copied
+from engine.torch.kernels.fp8 import (
     FP8,
     add_rms_norm_rows,
     cache_scales,
@@ -15,7 +15,7 @@ from engine.backends.custom.frameworks.torch.kernels.fp8 import (
     random_cache,
     read_cache,
 )
-from engine.backends.custom.frameworks.torch.kernels.rope import rope_write
+from engine.torch.kernels.rope import rope_write
 
 SLOTS = torch.tensor([3, 9, 4, 0])
 

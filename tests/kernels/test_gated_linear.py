@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from engine.backends.custom.frameworks.torch.kernels.cuda.gated_linear import (
+from engine.torch.kernels.cuda.gated_linear import (
     ROWS,
     GatedLinearConfig,
     choose,
     source,
 )
-from engine.backends.custom.frameworks.torch.kernels.gated_linear import fills_tiles
+from engine.torch.kernels.gated_linear import fills_tiles
 
 H200 = 132  # multiprocessors
 SHARED_BYTES = 232_448  # that a block may have of a multiprocessor's memory

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from engine.backends.custom.frameworks.torch.kernels.attention_spec import _heads, batch_of
-from engine.backends.custom.frameworks.torch.kernels.attention_triton import TritonAttention
-from engine.backends.custom.frameworks.torch.kernels.base import LLAMA_1B, LLAMA_8B, Shape
-from engine.backends.custom.frameworks.torch.kernels.cuda.attention import AttentionConfig, source
+from engine.torch.kernels.attention_spec import _heads, batch_of
+from engine.torch.kernels.attention_triton import TritonAttention
+from engine.torch.kernels.base import LLAMA_1B, LLAMA_8B, Shape
+from engine.torch.kernels.cuda.attention import AttentionConfig, source
 
 SHARED_BYTES = 232_448  # that a block may have of a multiprocessor's memory
 CONFIGS = [

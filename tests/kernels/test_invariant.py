@@ -13,27 +13,27 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.backends.custom.frameworks.torch.execution import step_sizes
-from engine.backends.custom.frameworks.torch.execution.cuda_runner import CudaRunner
-from engine.backends.custom.frameworks.torch.kernels.activation import gated
-from engine.backends.custom.frameworks.torch.kernels.attention_heads import (
+from engine.torch.execution import step_sizes
+from engine.torch.execution.cuda_runner import CudaRunner
+from engine.torch.kernels.activation import gated
+from engine.torch.kernels.attention_heads import (
     AttentionHeads,
     ReferenceAttention,
 )
-from engine.backends.custom.frameworks.torch.kernels.attention_spec import batch_of
-from engine.backends.custom.frameworks.torch.kernels.base import KERNELS, Inputs, interpreting
-from engine.backends.custom.frameworks.torch.kernels.fp8 import quantize_rows, scaled_linear
-from engine.backends.custom.frameworks.torch.kernels.invariant import attention as invariant
-from engine.backends.custom.frameworks.torch.kernels.invariant import linear as library
-from engine.backends.custom.frameworks.torch.kernels.triton import experts
-from engine.backends.custom.frameworks.torch.kernels.triton.invariant import (
+from engine.torch.kernels.attention_spec import batch_of
+from engine.torch.kernels.base import KERNELS, Inputs, interpreting
+from engine.torch.kernels.fp8 import quantize_rows, scaled_linear
+from engine.torch.kernels.invariant import attention as invariant
+from engine.torch.kernels.invariant import linear as library
+from engine.torch.kernels.triton import experts
+from engine.torch.kernels.triton.invariant import (
     attention as attention_invariant,
 )
-from engine.backends.custom.frameworks.torch.kernels.triton.invariant import linear
-from engine.backends.custom.frameworks.torch.kernels.triton.invariant.linear import LinearTile
-from engine.backends.custom.frameworks.torch.layers.invariant_linear import make_invariant
-from engine.backends.custom.frameworks.torch.models.loading import build_model
-from engine.backends.custom.weights.model import open_model
+from engine.torch.kernels.triton.invariant import linear
+from engine.torch.kernels.triton.invariant.linear import LinearTile
+from engine.torch.layers.invariant_linear import make_invariant
+from engine.torch.models.loading import build_model
+from engine.weights.model import open_model
 from tests.kernels.stand_ins import config, stand_in
 from tests.parity import tiny_models
 from tests.parity.runner_driver import RunnerDriver

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.backends.custom.frameworks.torch.kernels.base import TINY, check, load_all
+from engine.torch.kernels.base import TINY, check, load_all
 
 KERNELS = load_all()
 # The interpreter has no matrix product of bfloat16, and takes its time: one type is enough to tell

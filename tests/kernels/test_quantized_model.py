@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from engine.backends.custom.architectures.base import ExpertsConfig
-from engine.backends.custom.frameworks.torch.layers.experts import GroupedExpertLinear
-from engine.backends.custom.frameworks.torch.layers.linear import Linear
-from engine.backends.custom.frameworks.torch.layers.quantized_linear import (
+from engine.architectures.base import ExpertsConfig
+from engine.torch.layers.experts import GroupedExpertLinear
+from engine.torch.layers.linear import Linear
+from engine.torch.layers.quantized_linear import (
     Fp8Linear,
     GroupedEmbedding,
     GroupedLinear,
 )
-from engine.backends.custom.frameworks.torch.models.base import Decoder
-from engine.backends.custom.frameworks.torch.models.loading import build_model
-from engine.backends.custom.frameworks.torch.models.quantized_loading import placed_bytes
-from engine.backends.custom.weights.model import ModelSource, Weight, open_model
+from engine.torch.models.base import Decoder
+from engine.torch.models.loading import build_model
+from engine.torch.models.quantized_loading import placed_bytes
+from engine.weights.model import ModelSource, Weight, open_model
 from tests.gguf_files import gguf_layout, random_weights, tiny_config, write_gguf
 
 TOKENS = 7

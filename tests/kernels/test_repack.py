@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from engine.backends.custom.frameworks.torch.kernels.quantized import dequantize
-from engine.backends.custom.frameworks.torch.kernels.repack import REPACKED, packed_bits, repack
-from engine.backends.custom.weights.quants import TRAITS, kernel_type
-from engine.backends.custom.weights.quants import dequantize as decode
+from engine.torch.kernels.quantized import dequantize
+from engine.torch.kernels.repack import REPACKED, packed_bits, repack
+from engine.weights.quants import TRAITS, kernel_type
+from engine.weights.quants import dequantize as decode
 
 SHAPE = (6, 512)
 # Where each type keeps its factors: random bytes there could be infinite.

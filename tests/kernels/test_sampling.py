@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from engine.backends.custom.frameworks.torch.execution import device_sampler
-from engine.backends.custom.frameworks.torch.execution.gumbel import gumbel
-from engine.backends.custom.frameworks.torch.execution.history import TokenHistory
-from engine.backends.custom.frameworks.torch.execution.sampler import sample
-from engine.backends.custom.frameworks.torch.kernels.base import KERNELS, TINY
-from engine.backends.custom.frameworks.torch.kernels.sampling import random_sample
-from engine.backends.custom.runtime.model_runner import SamplingInputs
-from engine.backends.custom.runtime.samplers.host_sampler import row_keys, token_words
+from engine.runtime.model_runner import SamplingInputs
+from engine.runtime.samplers.host_sampler import row_keys, token_words
+from engine.torch.execution import device_sampler
+from engine.torch.execution.gumbel import gumbel
+from engine.torch.execution.history import TokenHistory
+from engine.torch.execution.sampler import sample
+from engine.torch.kernels.base import KERNELS, TINY
+from engine.torch.kernels.sampling import random_sample
 
 ROWS, VOCABULARY, MAX_LENGTH = 12, TINY.vocab_size, 40
 

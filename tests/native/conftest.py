@@ -13,7 +13,7 @@ import pytest
 def load_native() -> ModuleType:
     directory = os.environ.get("ENGINE_NATIVE_DIR")
     if directory is None:
-        from engine.backends.custom.frameworks.native.compiled import kernels
+        from engine.native.compiled import kernels
 
         return kernels()
     (path,) = Path(directory).glob("_native*.so")

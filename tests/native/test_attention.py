@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engine.backends.custom.ir import reference
+from engine.ir import reference
 
 F32 = NDArray[np.float32]
 CACHE_TYPES = ("f32", "bf16", "int8")

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.backends.custom.adapters.matrices import Adapter, LoraPair
-from engine.backends.custom.adapters.reading import open_adapter
-from engine.backends.custom.frameworks.native.execution import adapters as packing
-from engine.backends.custom.frameworks.native.execution import build
-from engine.backends.custom.ir.plan import Machine
-from engine.backends.custom.runtime.interp.taps import CAPTURE, EXTRA_COLUMNS, TapInputs
-from engine.backends.custom.runtime.model_runner import RunnerConfig
-from engine.backends.custom.weights.model import ModelSource, open_model
-from engine.backends.custom.weights.quantize import quantize
+from engine.adapters.matrices import Adapter, LoraPair
+from engine.adapters.reading import open_adapter
+from engine.ir.plan import Machine
+from engine.native.execution import adapters as packing
+from engine.native.execution import build
+from engine.runtime.interp.taps import CAPTURE, EXTRA_COLUMNS, TapInputs
+from engine.runtime.model_runner import RunnerConfig
+from engine.weights.model import ModelSource, open_model
+from engine.weights.quantize import quantize
 from tests.gguf_files import gguf_layout, random_weights, tiny_config, write_gguf
 from tests.lora_files import peft_folder
 from tests.parity.runner_driver import RunnerDriver

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.backends.custom.frameworks.native.machine import measure
+from engine.native.machine import measure
 
 
 def test_speeds_are_plausible(native):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engine.backends.custom.weights.quants import TRAITS, dequantize, kernel_type
+from engine.weights.quants import TRAITS, dequantize, kernel_type
 from tests.native import panels
 
 # Where blocks keep their float16 factors; every other byte may be anything.

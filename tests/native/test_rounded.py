@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engine.backends.custom.ir import reference
+from engine.ir import reference
 
 from .conftest import load_native
 from .panels import LAYOUTS, ROWS, aligned, random_panels

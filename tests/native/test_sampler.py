@@ -13,10 +13,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from engine.backends.custom.frameworks.torch.execution.history import TokenHistory
-from engine.backends.custom.frameworks.torch.execution.sampler import Sampled, sample
-from engine.backends.custom.runtime.model_runner import SAMPLE, SamplingInputs
-from engine.backends.custom.runtime.samplers.host_sampler import token_words
+from engine.runtime.model_runner import SAMPLE, SamplingInputs
+from engine.runtime.samplers.host_sampler import token_words
+from engine.torch.execution.history import TokenHistory
+from engine.torch.execution.sampler import Sampled, sample
 from tests.parity.runner_driver import sampling_inputs
 
 INFINITY = float("inf")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.backends.custom.frameworks.tinygrad.clang import missing_clang
+from engine.tinygrad.clang import missing_clang
 
 QUICK_MODELS = ("gpt2", "llama", "qwen3")
 

@@ -6,9 +6,9 @@ import json
 import sys
 from pathlib import Path
 
-from engine.backends.custom.frameworks.jax.execution.build import build_runner
-from engine.backends.custom.runtime.model_runner import RunnerConfig
-from engine.backends.custom.weights.model import open_model
+from engine.jax.execution.build import build_runner
+from engine.runtime.model_runner import RunnerConfig
+from engine.weights.model import open_model
 from tests.parity.runner_driver import RunnerDriver
 
 

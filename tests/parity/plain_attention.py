@@ -2,7 +2,7 @@
 
 import torch
 
-from engine.backends.custom.frameworks.scoring import Scoring
+from engine.runners.scoring import Scoring
 
 
 def plain_attention(q, k, v, scoring: Scoring, slopes=None, sinks=None):

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.backends.custom.runtime.model_runner import (
+from engine.runtime.model_runner import (
     FROM_DEVICE,
     SAMPLE,
     BatchInputs,

@@ -17,8 +17,7 @@ import transformers as hf
 from safetensors.numpy import load_file, save_file
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from engine.backends.custom.architectures.export import gguf_metadata
-from engine.backends.custom.weights.model import ModelSource, open_model
+from engine.architectures.export import gguf_metadata
 from engine.core.errors import ModelFormatError
 from engine.core.registry.model_registry import (
     architecture,
@@ -28,6 +27,7 @@ from engine.core.registry.model_registry import (
     find_gguf,
     find_hf,
 )
+from engine.weights.model import ModelSource, open_model
 from tests.gguf_files import Arrays, joined_as, stored_as
 from tests.parity import tiny_models
 

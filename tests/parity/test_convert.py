@@ -11,14 +11,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.accuracy.ours import FLOAT, perplexity, running
 from benchmarks.accuracy.text import read_text, windows
-from engine.backends.custom.architectures.base import ModelConfig, RopeConfig
-from engine.backends.custom.architectures.family import FLOATS
-from engine.backends.custom.conversion.convert import convert
-from engine.backends.custom.frameworks.native.execution.build import build_runner
-from engine.backends.custom.runtime.model_runner import RunnerConfig
-from engine.backends.custom.weights.model import ModelSource, open_model
+from engine.architectures.base import ModelConfig, RopeConfig
+from engine.architectures.family import FLOATS
+from engine.conversion.convert import convert
 from engine.core.errors import ModelFormatError
 from engine.core.text.tokenizer import Tokenizer
+from engine.native.execution.build import build_runner
+from engine.runtime.model_runner import RunnerConfig
+from engine.weights.model import ModelSource, open_model
 from tests import tokenizer_files
 from tests.parity import tiny_models
 from tests.parity.runner_driver import RunnerDriver

@@ -8,18 +8,18 @@ from msgspec import structs
 
 from benchmarks.features.draft_model import with_layers
 from engine import LLM, SamplingParams
-from engine.backends.custom.frameworks.native.execution import build as native
-from engine.backends.custom.frameworks.torch.execution.build import build_runner as build_torch
-from engine.backends.custom.options import EngineOptions
-from engine.backends.custom.runtime.model_runner import DeviceInfo, RunnerConfig
-from engine.backends.custom.runtime.scheduler import Scheduler
-from engine.backends.custom.runtime.speculation.draft_model import DraftModel
-from engine.backends.custom.runtime.speculation.drafts import Speculation
-from engine.backends.custom.runtime.speculation.model_drafts import ModelDrafts
-from engine.backends.custom.weights.model import ModelSource, open_model
-from engine.backends.custom.worker.draft import plan_draft
-from engine.backends.custom.worker.loading import load_runner
 from engine.core.store.pull import pull
+from engine.ipc.options import EngineOptions
+from engine.native.execution import build as native
+from engine.runtime.model_runner import DeviceInfo, RunnerConfig
+from engine.runtime.scheduler import Scheduler
+from engine.runtime.speculation.draft_model import DraftModel
+from engine.runtime.speculation.drafts import Speculation
+from engine.runtime.speculation.model_drafts import ModelDrafts
+from engine.torch.execution.build import build_runner as build_torch
+from engine.weights.model import ModelSource, open_model
+from engine.worker.draft import plan_draft
+from engine.worker.loading import load_runner
 from tests.parity import tiny_models
 from tests.parity.test_torch_loop import requests, run
 from tests.toy_engine import FixedPrice

@@ -11,25 +11,25 @@ import pytest
 import torch
 import transformers as hf
 
-from engine.backends.custom.frameworks.torch.execution import encoder as encoder_module
-from engine.backends.custom.frameworks.torch.execution.encoder import (
-    TorchEncoder,
-    groups,
-)
-from engine.backends.custom.frameworks.torch.models.loading import build_encoder_model
-from engine.backends.custom.ir.execute import ReferenceBatch, State, run_graph, run_plan
-from engine.backends.custom.ir.models.encoder import build_encoder_graph
-from engine.backends.custom.ir.plan import Capacity, Machine
-from engine.backends.custom.ir.planner import plan
-from engine.backends.custom.ir.rotary import rotary_tables
-from engine.backends.custom.options import EngineOptions
-from engine.backends.custom.weights.model import ModelSource, open_model
-from engine.backends.custom.worker import memory
-from engine.backends.custom.worker.encoder_loop import Encoder
-from engine.backends.custom.worker.loading import load_encoder
 from engine.core.errors import ModelFormatError, ResourceError
 from engine.core.memory import MemoryLimit, MemoryRoom
 from engine.core.registry.model_registry import architecture
+from engine.ipc.options import EngineOptions
+from engine.ir.execute import ReferenceBatch, State, run_graph, run_plan
+from engine.ir.models.encoder import build_encoder_graph
+from engine.ir.plan import Capacity, Machine
+from engine.ir.planner import plan
+from engine.ir.rotary import rotary_tables
+from engine.torch.execution import encoder as encoder_module
+from engine.torch.execution.encoder import (
+    TorchEncoder,
+    groups,
+)
+from engine.torch.models.loading import build_encoder_model
+from engine.weights.model import ModelSource, open_model
+from engine.worker import memory
+from engine.worker.encoder_loop import Encoder
+from engine.worker.loading import load_encoder
 from tests.gguf_files import write_gguf
 
 CPU = torch.device("cpu")
@@ -105,7 +105,7 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def opened(framework: str, source: ModelSource) -> Encoder:
-    build = import_module(f"engine.backends.custom.frameworks.{framework}.execution.build")
+    build = import_module(f"engine.{framework}.execution.build")
     options = EngineOptions(model_path=str(source.path), framework=framework, threads=1)
     encoder: Encoder = build.build_encoder(source, options, build.find_device("cpu", "float32"))
     return encoder

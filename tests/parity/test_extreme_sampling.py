@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.backends.custom.options import EngineOptions
-from engine.backends.custom.tools.profiling import DrivenEngine
-from engine.backends.custom.weights.model import open_model
 from engine.core.interfaces.request import GenerateRequest, SamplingParams
+from engine.ipc.options import EngineOptions
+from engine.tools.profiling import DrivenEngine
+from engine.weights.model import open_model
 from tests.parity import tiny_models
 
 GREEDY = {"temperature": 0.0}

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.backends.custom.options import EngineOptions
-from engine.backends.custom.tools.profiling import DrivenEngine
-from engine.backends.custom.weights.model import open_model
 from engine.core.interfaces.request import GenerateRequest, SamplingParams, TokenLogprobs
+from engine.ipc.options import EngineOptions
+from engine.tools.profiling import DrivenEngine
+from engine.weights.model import open_model
 
 FRAMEWORKS = ("native", "torch", "jax", "tinygrad")
 NUM_PROMPTS, NUM_NEW = 32, 64
@@ -21,7 +21,7 @@ Answer = list[tuple[int, TokenLogprobs]]
 
 
 def prompts(model: Path) -> list[tuple[int, ...]]:
-    text = import_module("engine.backends.custom.frontend.text_model").load_text(model)
+    text = import_module("engine.frontend.text_model").load_text(model)
     ids = text.encode_prompt(TEXT.read_text(encoding="utf-8"))
     return [tuple(ids[start : start + 20 + start % 37]) for start in range(0, 61 * NUM_PROMPTS, 61)]
 

@@ -13,10 +13,10 @@ from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImagePr
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
-from engine.backends.custom.frontend.prompts import prepare_chat
-from engine.backends.custom.frontend.text_model import TextModel, load_text
 from engine.core.interfaces.backend import IMAGE_MARK, ChatRequest, GenerationContext
 from engine.core.interfaces.request import SamplingParams
+from engine.frontend.prompts import prepare_chat
+from engine.frontend.text_model import TextModel, load_text
 from tests.parity import tiny_vision
 
 SIDE = tiny_vision.SIDE

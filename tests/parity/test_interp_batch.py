@@ -12,8 +12,8 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from engine.backends.custom.adapters.reading import open_adapter
-from engine.backends.custom.architectures.sites import site_name
+from engine.adapters.reading import open_adapter
+from engine.architectures.sites import site_name
 from engine.core.interfaces.interp import (
     Attention,
     Attribution,

@@ -10,10 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.backends.custom.ipc.transport import encode_frame
-from engine.backends.custom.runtime.interp import probe as probe_module
-from engine.backends.custom.runtime.interp.probe import Probe
-from engine.backends.custom.runtime.interp.reports import PIECE_BYTES, Reports
 from engine.core.errors import EngineError
 from engine.core.interfaces.interp import Attention, InterpRequest, Lens
 from engine.core.interfaces.request import Deltas, TokenDelta
@@ -21,7 +17,11 @@ from engine.core.interp.resolving import resolved
 from engine.core.interp.results import Result
 from engine.core.interp.spec import parse_interp
 from engine.core.interp.vectors import VectorStore
+from engine.ipc.transport import encode_frame
 from engine.library.steering import tensors_of
+from engine.runtime.interp import probe as probe_module
+from engine.runtime.interp.probe import Probe
+from engine.runtime.interp.reports import PIECE_BYTES, Reports
 from tests.parity import tiny_models
 from tests.probed_engine import ProbedEngine, request
 
@@ -216,7 +216,7 @@ def test_a_row_with_many_taps_is_computed_in_parts(
 def test_a_large_result_comes_in_pieces(
     engine: ProbedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.backends.custom.runtime.interp.reports.PIECE_BYTES", 5000)
+    monkeypatch.setattr("engine.runtime.interp.reports.PIECE_BYTES", 5000)
     sites = tuple(site.name for site in engine.runner.sites)
     other = request("other", tiny_models.text(5), num_new=8)
     found = engine.run(request("r", tiny_models.text(40), sites=sites), other)["r"]
@@ -230,7 +230,7 @@ def test_a_large_result_comes_in_pieces(
 def test_what_waits_for_its_results_counts_for_its_tenant(
     engine: ProbedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompt, steps = tiny_models.text(30), "engine.backends.custom.runtime.interp.steps"
+    prompt, steps = tiny_models.text(30), "engine.runtime.interp.steps"
     each = request("first", prompt, sites=(SITE,), tenant="a")
     size = Probe(each.interp, engine.runner.sites, 30, 1).num_bytes
     monkeypatch.setattr(f"{steps}.MAX_HELD_BYTES", size + 10)

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from engine.backends.custom.architectures.sites import READ_ONLY
-from engine.backends.custom.conversion.convert import convert
-from engine.backends.custom.frameworks.native.execution.runner import NativeRunner
+from engine.architectures.sites import READ_ONLY
+from engine.conversion.convert import convert
 from engine.core.interfaces.interp import Attribution, Edit, InterpRequest, Span
+from engine.native.execution.runner import NativeRunner
 from tests.parity import tiny_models
 from tests.parity.hooked import Change, Hooked
 from tests.probed_engine import ProbedEngine, request

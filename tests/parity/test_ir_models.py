@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from engine.backends.custom.architectures.base import RopeConfig
-from engine.backends.custom.frameworks.torch.layers import rotary as torch_rotary
-from engine.backends.custom.ir import rotary
-from engine.backends.custom.ir.execute import ReferenceBatch, State, run_graph, run_plan
-from engine.backends.custom.ir.models.decoder import build_graph
-from engine.backends.custom.ir.plan import Capacity, Machine
-from engine.backends.custom.ir.planner import plan
-from engine.backends.custom.ir.reference import F32
-from engine.backends.custom.weights.model import open_model
+from engine.architectures.base import RopeConfig
 from engine.core.errors import ModelFormatError
+from engine.ir import rotary
+from engine.ir.execute import ReferenceBatch, State, run_graph, run_plan
+from engine.ir.models.decoder import build_graph
+from engine.ir.plan import Capacity, Machine
+from engine.ir.planner import plan
+from engine.ir.reference import F32
+from engine.torch.layers import rotary as torch_rotary
+from engine.weights.model import open_model
 from tests.ir_driver import Driver, new_state
 from tests.parity import tiny_models
 

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from engine.backends.custom.frameworks.jax.layers.linear import Params
-from engine.backends.custom.frameworks.jax.models.base import (
+from engine.jax.layers.linear import Params
+from engine.jax.models.base import (
     Model,
     final_norm,
     forward_sequence,
 )
-from engine.backends.custom.frameworks.jax.models.loading import build_model, load_params
-from engine.backends.custom.weights.model import open_model
+from engine.jax.models.loading import build_model, load_params
+from engine.weights.model import open_model
 from tests.parity import tiny_models
 
 TOLERANCE = 1e-4

@@ -16,15 +16,15 @@ import numpy as np
 import pytest
 import torch
 
-from engine.backends.custom.frameworks.jax.execution.buckets import attention_items, packed_step
-from engine.backends.custom.frameworks.jax.execution.build import build_runner
-from engine.backends.custom.frameworks.jax.execution.programs import forward
-from engine.backends.custom.frameworks.jax.kernels.attention import ATTENTION
-from engine.backends.custom.frameworks.jax.kernels.work import AttentionShape, PerHead, Work
-from engine.backends.custom.frameworks.scoring import Scoring
-from engine.backends.custom.runtime.model_runner import RunnerConfig
-from engine.backends.custom.weights.model import open_model
 from engine.core.errors import ConfigError
+from engine.jax.execution.buckets import attention_items, packed_step
+from engine.jax.execution.build import build_runner
+from engine.jax.execution.programs import forward
+from engine.jax.kernels.attention import ATTENTION
+from engine.jax.kernels.work import AttentionShape, PerHead, Work
+from engine.runners.scoring import Scoring
+from engine.runtime.model_runner import RunnerConfig
+from engine.weights.model import open_model
 from tests.parity import jax_generation, tiny_models
 from tests.parity.plain_attention import plain_attention
 from tests.parity.runner_driver import RunnerDriver

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from engine.backends.custom.adapters.matrices import Adapter
-from engine.backends.custom.adapters.reading import open_adapter
-from engine.backends.custom.runtime.model_runner import ModelRunner, RunnerConfig
-from engine.backends.custom.weights.model import ModelSource, open_model
+from engine.adapters.matrices import Adapter
+from engine.adapters.reading import open_adapter
+from engine.runtime.model_runner import ModelRunner, RunnerConfig
+from engine.weights.model import ModelSource, open_model
 from tests.parity import tiny_models
 from tests.parity.runner_driver import RunnerDriver, Track
 
@@ -92,7 +92,7 @@ def _logits(model: Any, texts: list[list[int]]) -> list[np.ndarray]:
 
 
 def runner_for(framework: str, source: ModelSource, adapters: list[Adapter]) -> Any:
-    build = import_module(f"engine.backends.custom.frameworks.{framework}.execution.build")
+    build = import_module(f"engine.{framework}.execution.build")
     config = RunnerConfig(
         device="cpu",
         dtype="float32",

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from engine.backends.custom.architectures.family import Family
+from engine.architectures.family import Family
 from engine.core.registry.model_registry import architecture, architecture_names
 from tests.parity import (
     test_architecture_names,

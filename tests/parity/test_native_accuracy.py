@@ -27,9 +27,9 @@ from benchmarks.accuracy.ours import (
 )
 from benchmarks.accuracy.run import Figures, Words, judge
 from benchmarks.accuracy.text import MIN_WORDS, WINDOW, WINDOWS, passages, read_text, windows
-from engine.backends.custom.frameworks.native.execution.build import kernels
-from engine.backends.custom.weights.model import ModelSource, open_model
 from engine.core.text.tokenizer import Tokenizer
+from engine.native.execution.build import kernels
+from engine.weights.model import ModelSource, open_model
 
 OF_LLAMA_CPP = 19.2726
 RECORDED = {

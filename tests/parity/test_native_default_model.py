@@ -13,21 +13,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.backends.custom.frameworks.native.execution.build import STORED, build_runner, kernels
-from engine.backends.custom.frameworks.native.execution.runner import NativeRunner, StepHandle
-from engine.backends.custom.ir.execute import run_plan
-from engine.backends.custom.ir.models.decoder import build_graph
-from engine.backends.custom.ir.ops import OPS
-from engine.backends.custom.ir.plan import Capacity, Machine
-from engine.backends.custom.ir.planner import plan
-from engine.backends.custom.runtime.model_runner import (
+from engine.core.text.tokenizer import Tokenizer
+from engine.ir.execute import run_plan
+from engine.ir.models.decoder import build_graph
+from engine.ir.ops import OPS
+from engine.ir.plan import Capacity, Machine
+from engine.ir.planner import plan
+from engine.native.execution.build import STORED, build_runner, kernels
+from engine.native.execution.runner import NativeRunner, StepHandle
+from engine.runtime.model_runner import (
     BatchInputs,
     RunnerConfig,
     RunnerSpec,
     StepOutput,
 )
-from engine.backends.custom.weights.model import ModelSource, open_model
-from engine.core.text.tokenizer import Tokenizer
+from engine.weights.model import ModelSource, open_model
 from tests.ir_driver import Driver, new_state
 from tests.parity.runner_driver import RunnerDriver, Track
 

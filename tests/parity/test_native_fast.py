@@ -7,18 +7,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.backends.custom.frameworks.native.execution.build import (
+from engine.core.text.tokenizer import Tokenizer
+from engine.ipc.options import EngineOptions
+from engine.native.execution.build import (
     STORED,
     build_runner,
     find_device,
     kernels,
     memory_needs,
 )
-from engine.backends.custom.frameworks.native.execution.runner import NativeRunner
-from engine.backends.custom.options import EngineOptions
-from engine.backends.custom.runtime.model_runner import RunnerConfig
-from engine.backends.custom.weights.model import ModelSource, open_model
-from engine.core.text.tokenizer import Tokenizer
+from engine.native.execution.runner import NativeRunner
+from engine.runtime.model_runner import RunnerConfig
+from engine.weights.model import ModelSource, open_model
 from tests.parity.runner_driver import RunnerDriver
 
 TEXT = Path(__file__).parent.parent / "data" / "alice.txt"

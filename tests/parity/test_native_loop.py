@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from engine.backends.custom.frameworks.native.execution.build import build_runner
-from engine.backends.custom.runtime.scheduler import Scheduler
-from engine.backends.custom.runtime.speculation.drafts import Speculation
 from engine.core.interfaces.request import GenerateRequest, TokenDelta
+from engine.native.execution.build import build_runner
+from engine.runtime.scheduler import Scheduler
+from engine.runtime.speculation.drafts import Speculation
 from tests.parity import tiny_models
 from tests.parity.test_torch_loop import (
     BUSY,

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from engine.backends.custom.frameworks.native.execution.build import build_runner
-from engine.backends.custom.frameworks.native.execution.runner import NativeRunner
-from engine.backends.custom.runtime.model_runner import RunnerConfig
-from engine.backends.custom.weights.model import ModelSource, open_model
 from engine.core.errors import ConfigError
+from engine.native.execution.build import build_runner
+from engine.native.execution.runner import NativeRunner
+from engine.runtime.model_runner import RunnerConfig
+from engine.weights.model import ModelSource, open_model
 from tests.parity import tiny_models
 from tests.parity.runner_driver import RunnerDriver, Track
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.backends.custom.conversion.importance import read_importance, write_importance
-from engine.backends.custom.tools.quality import compare_models, importance_of
-from engine.backends.custom.weights.model import open_model
+from engine.conversion.importance import read_importance, write_importance
+from engine.tools.quality import compare_models, importance_of
+from engine.weights.model import open_model
 from tests.parity import tiny_models
 
 WINDOWS = [tiny_models.text(seed=1), tiny_models.text(seed=2)]

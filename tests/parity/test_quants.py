@@ -6,16 +6,16 @@ import gguf
 import numpy as np
 import pytest
 
-from engine.backends.custom.weights.model import open_model
-from engine.backends.custom.weights.quantize import quantize
-from engine.backends.custom.weights.quants import (
+from engine.core.errors import ModelFormatError
+from engine.weights.model import open_model
+from engine.weights.quantize import quantize
+from engine.weights.quants import (
     BY_TYPE_ID,
     TRAITS,
     dequantize,
     for_kernels,
     kernel_type,
 )
-from engine.core.errors import ModelFormatError
 
 # The package knows the size of Q1_0 blocks, but does not dequantize them.
 OF_THE_PACKAGE = [traits.name for traits in BY_TYPE_ID.values() if traits.name != "Q1_0"]

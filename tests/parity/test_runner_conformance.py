@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from engine.backends.custom.frameworks.entry import framework_entry
-from engine.backends.custom.runtime.model_runner import F32, ModelRunner, RunnerConfig
-from engine.backends.custom.weights.model import open_model
+from engine.runners.entry import framework_entry
+from engine.runtime.model_runner import F32, ModelRunner, RunnerConfig
+from engine.weights.model import open_model
 from tests.parity import tiny_models
 from tests.runner_conformance import RunnerConformance
 

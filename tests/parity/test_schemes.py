@@ -15,15 +15,15 @@ from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig, GptOssForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from engine.backends.custom.conversion.convert import convert
-from engine.backends.custom.frameworks.native.execution.build import build_runner
-from engine.backends.custom.frameworks.torch.models.loading import build_model
-from engine.backends.custom.runtime.model_runner import RunnerConfig
-from engine.backends.custom.weights.lazy_tensor import LazyTensor
-from engine.backends.custom.weights.model import open_model
-from engine.backends.custom.weights.quants import dequantize, for_kernels, kernel_type
-from engine.backends.custom.weights.safetensors import open_safetensors
+from engine.conversion.convert import convert
 from engine.core.errors import ModelFormatError
+from engine.native.execution.build import build_runner
+from engine.runtime.model_runner import RunnerConfig
+from engine.torch.models.loading import build_model
+from engine.weights.lazy_tensor import LazyTensor
+from engine.weights.model import open_model
+from engine.weights.quants import dequantize, for_kernels, kernel_type
+from engine.weights.safetensors import open_safetensors
 from tests.parity import tiny_models
 from tests.parity.runner_driver import RunnerDriver
 

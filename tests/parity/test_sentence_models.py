@@ -15,14 +15,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import processors
 
-from engine.backends.custom.frameworks.backends import NativeBackend
-from engine.backends.custom.frontend.text_model import load_text
-from engine.backends.custom.options import EngineOptions
-from engine.backends.custom.weights.model import open_model
+from engine.backends.custom.frameworks import NativeBackend
 from engine.core.errors import InvalidRequestError, ModelFormatError
 from engine.core.interfaces.backend import EmbedRequest, TextPair
 from engine.core.store.pull import pull
 from engine.core.text.tokenizer import Tokenizer
+from engine.frontend.text_model import load_text
+from engine.ipc.options import EngineOptions
+from engine.weights.model import open_model
 from tests.parity.test_encoders import FRAMEWORKS, ONE, one_thread, opened, saved
 from tests.parity.test_tokenizers import TEXTS
 from tests.tokenizer_files import byte_level_engine

@@ -16,26 +16,26 @@ import psutil
 import pytest
 import torch
 
-from engine.backends.custom.architectures.base import ModelConfig
-from engine.backends.custom.frameworks.torch.execution.build import build_runner
-from engine.backends.custom.frameworks.torch.execution.cache import CacheGroups, PagedCache
-from engine.backends.custom.frameworks.torch.execution.distributed import group as groups
-from engine.backends.custom.frameworks.torch.execution.distributed.model_shard import (
+from engine.architectures.base import ModelConfig
+from engine.core.errors import ConfigError
+from engine.core.shards.layout import ShardLayout
+from engine.ipc.heartbeat import TICK_S
+from engine.runtime.loop import REMOTE_POLL_S
+from engine.runtime.model_runner import ModelRunner, RunnerConfig, RunnerLostError
+from engine.torch.execution.build import build_runner
+from engine.torch.execution.cache import CacheGroups, PagedCache
+from engine.torch.execution.distributed import group as groups
+from engine.torch.execution.distributed.model_shard import (
     ModelShard,
     check_shards,
 )
-from engine.backends.custom.frameworks.torch.execution.distributed.remote import free_port
-from engine.backends.custom.frameworks.torch.execution.distributed.sharded_runner import (
+from engine.torch.execution.distributed.remote import free_port
+from engine.torch.execution.distributed.sharded_runner import (
     ShardedRunner,
     open_group,
 )
-from engine.backends.custom.frameworks.torch.models.loading import build_model
-from engine.backends.custom.ipc.heartbeat import TICK_S
-from engine.backends.custom.runtime.loop import REMOTE_POLL_S
-from engine.backends.custom.runtime.model_runner import ModelRunner, RunnerConfig, RunnerLostError
-from engine.backends.custom.weights.model import ModelSource, open_model
-from engine.core.errors import ConfigError
-from engine.core.shards.layout import ShardLayout
+from engine.torch.models.loading import build_model
+from engine.weights.model import ModelSource, open_model
 from tests.parity import tiny_models
 from tests.parity.runner_driver import RunnerDriver
 from tests.shard_ranks import Forks, Meeting, ThreadRanks

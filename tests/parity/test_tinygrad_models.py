@@ -7,9 +7,9 @@ import pytest
 import torch
 from tinygrad import Tensor, dtypes
 
-from engine.backends.custom.frameworks.tinygrad.models.base import final_norm, forward_sequence
-from engine.backends.custom.frameworks.tinygrad.models.loading import load_model
-from engine.backends.custom.weights.model import open_model
+from engine.tinygrad.models.base import final_norm, forward_sequence
+from engine.tinygrad.models.loading import load_model
+from engine.weights.model import open_model
 from tests.parity import tiny_models
 
 TOLERANCE = 1e-4

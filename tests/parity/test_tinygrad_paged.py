@@ -9,19 +9,19 @@ import pytest
 import torch
 from tinygrad import Tensor, Variable
 
-from engine.backends.custom.frameworks.scoring import Scoring
-from engine.backends.custom.frameworks.tinygrad.execution import build as device
-from engine.backends.custom.frameworks.tinygrad.execution.build import build_runner
-from engine.backends.custom.frameworks.tinygrad.kernels.attention import (
+from engine.core.errors import ConfigError
+from engine.runners.scoring import Scoring
+from engine.runtime.model_runner import RunnerConfig
+from engine.tinygrad.execution import build as device
+from engine.tinygrad.execution.build import build_runner
+from engine.tinygrad.kernels.attention import (
     Pages,
     PerHead,
     Work,
     attend,
     write,
 )
-from engine.backends.custom.runtime.model_runner import RunnerConfig
-from engine.backends.custom.weights.model import open_model
-from engine.core.errors import ConfigError
+from engine.weights.model import open_model
 from tests.parity import tiny_models
 from tests.parity.plain_attention import plain_attention
 from tests.parity.runner_driver import RunnerDriver

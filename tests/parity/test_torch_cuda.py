@@ -7,11 +7,11 @@ import torch
 
 from benchmarks.gpu import invariant
 from benchmarks.gpu.workloads import SHAPES
-from engine.backends.custom.frameworks.torch.execution.build import build_runner
-from engine.backends.custom.frameworks.torch.execution.gumbel import gumbel
-from engine.backends.custom.runtime.model_runner import ModelRunner, RunnerConfig
-from engine.backends.custom.runtime.samplers.host_sampler import row_keys, token_words
-from engine.backends.custom.weights.model import ModelSource, open_model
+from engine.runtime.model_runner import ModelRunner, RunnerConfig
+from engine.runtime.samplers.host_sampler import row_keys, token_words
+from engine.torch.execution.build import build_runner
+from engine.torch.execution.gumbel import gumbel
+from engine.weights.model import ModelSource, open_model
 from tests.parity import tiny_models
 from tests.parity.runner_driver import RunnerDriver, sampling_inputs
 

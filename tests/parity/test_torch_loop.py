@@ -12,19 +12,19 @@ import numpy as np
 import pytest
 import torch
 
-from engine.backends.custom.frameworks.torch.execution.build import build_runner
-from engine.backends.custom.runtime.block_pool import BlockPool
-from engine.backends.custom.runtime.budget import StepBudget
-from engine.backends.custom.runtime.groups.states import state_group
-from engine.backends.custom.runtime.groups.windows import window_group
-from engine.backends.custom.runtime.kv_cache import KVCache
-from engine.backends.custom.runtime.loop import EngineLoop
-from engine.backends.custom.runtime.model_runner import RunnerConfig
-from engine.backends.custom.runtime.radix_cache import RadixCache
-from engine.backends.custom.runtime.scheduler import Scheduler
-from engine.backends.custom.runtime.speculation.drafts import Speculation
-from engine.backends.custom.weights.model import open_model
 from engine.core.interfaces.request import Deltas, GenerateRequest, SamplingParams, TokenDelta
+from engine.runtime.block_pool import BlockPool
+from engine.runtime.budget import StepBudget
+from engine.runtime.groups.states import state_group
+from engine.runtime.groups.windows import window_group
+from engine.runtime.kv_cache import KVCache
+from engine.runtime.loop import EngineLoop
+from engine.runtime.model_runner import RunnerConfig
+from engine.runtime.radix_cache import RadixCache
+from engine.runtime.scheduler import Scheduler
+from engine.runtime.speculation.drafts import Speculation
+from engine.torch.execution.build import build_runner
+from engine.weights.model import open_model
 from tests.parity import tiny_models
 from tests.toy_engine import FixedPrice, ListChannel
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.backends.custom.frameworks.torch.models.base import Decoder
-from engine.backends.custom.frameworks.torch.models.loading import build_model
-from engine.backends.custom.weights.model import open_model
+from engine.torch.models.base import Decoder
+from engine.torch.models.loading import build_model
+from engine.weights.model import open_model
 from tests.parity import tiny_models
 
 CPU = torch.device("cpu")

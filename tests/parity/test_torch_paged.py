@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from engine.backends.custom.frameworks.torch.execution.build import build_runner
-from engine.backends.custom.frameworks.torch.execution.runner import TorchRunner
-from engine.backends.custom.frameworks.torch.models.loading import build_model
-from engine.backends.custom.runtime.model_runner import RunnerConfig
-from engine.backends.custom.weights.model import ModelSource, open_model
+from engine.runtime.model_runner import RunnerConfig
+from engine.torch.execution.build import build_runner
+from engine.torch.execution.runner import TorchRunner
+from engine.torch.models.loading import build_model
+from engine.weights.model import ModelSource, open_model
 from tests.parity import tiny_models
 from tests.parity.runner_driver import RunnerDriver, Track
 

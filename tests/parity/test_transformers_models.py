@@ -12,14 +12,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from engine.backends.custom.frameworks.torch.execution.build import find_device
-from engine.backends.custom.options import EngineOptions
-from engine.backends.custom.runtime.block_pool import BlockPool
-from engine.backends.custom.runtime.budget import StepBudget
-from engine.backends.custom.runtime.kv_cache import KVCache
-from engine.backends.custom.runtime.loop import EngineLoop
-from engine.backends.custom.runtime.radix_cache import RadixCache
-from engine.backends.custom.runtime.scheduler import Scheduler
 from engine.backends.transformers.checkpoint import open_checkpoint
 from engine.backends.transformers.fitting import Fitted, Loaded, fit
 from engine.backends.transformers.loading import load_model
@@ -30,6 +22,14 @@ from engine.core.interfaces.request import (
     SamplingParams,
     TokenDelta,
 )
+from engine.ipc.options import EngineOptions
+from engine.runtime.block_pool import BlockPool
+from engine.runtime.budget import StepBudget
+from engine.runtime.kv_cache import KVCache
+from engine.runtime.loop import EngineLoop
+from engine.runtime.radix_cache import RadixCache
+from engine.runtime.scheduler import Scheduler
+from engine.torch.execution.build import find_device
 from tests.parity import tiny_models, tiny_zoo
 from tests.toy_engine import ListChannel
 

@@ -12,23 +12,23 @@ import numpy as np
 import pytest
 import torch
 
-from engine.backends.custom.conversion.convert import convert
-from engine.backends.custom.frameworks.native.execution import build as native_build
-from engine.backends.custom.frameworks.torch.execution import build as torch_build
-from engine.backends.custom.frontend.text_model import load_text
-from engine.backends.custom.options import IMAGE_ENCODERS
-from engine.backends.custom.runtime.block_pool import BlockPool
-from engine.backends.custom.runtime.budget import StepBudget
-from engine.backends.custom.runtime.groups.windows import window_group
-from engine.backends.custom.runtime.kv_cache import KVCache
-from engine.backends.custom.runtime.loop import EngineLoop
-from engine.backends.custom.runtime.model_runner import RunnerConfig
-from engine.backends.custom.runtime.radix_cache import RadixCache
-from engine.backends.custom.runtime.requests.images import ImageStore
-from engine.backends.custom.runtime.samplers import prompt_logprobs
-from engine.backends.custom.runtime.scheduler import Scheduler
-from engine.backends.custom.weights.model import open_model
+from engine.conversion.convert import convert
 from engine.core.interfaces.request import Deltas, GenerateRequest, ImageInput, SamplingParams
+from engine.frontend.text_model import load_text
+from engine.ipc.options import IMAGE_ENCODERS
+from engine.native.execution import build as native_build
+from engine.runtime.block_pool import BlockPool
+from engine.runtime.budget import StepBudget
+from engine.runtime.groups.windows import window_group
+from engine.runtime.kv_cache import KVCache
+from engine.runtime.loop import EngineLoop
+from engine.runtime.model_runner import RunnerConfig
+from engine.runtime.radix_cache import RadixCache
+from engine.runtime.requests.images import ImageStore
+from engine.runtime.samplers import prompt_logprobs
+from engine.runtime.scheduler import Scheduler
+from engine.torch.execution import build as torch_build
+from engine.weights.model import open_model
 from tests.parity import tiny_models, tiny_vision
 from tests.toy_engine import ListChannel
 

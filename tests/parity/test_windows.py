@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.backends.custom.frameworks.entry import framework_entry
-from engine.backends.custom.options import EngineOptions
-from engine.backends.custom.runtime.groups.windows import min_window_blocks
-from engine.backends.custom.runtime.model_runner import RunnerConfig
-from engine.backends.custom.weights.model import open_model
-from engine.backends.custom.worker.loading import load_runner
-from engine.backends.custom.worker.main import build_scheduler
 from engine.core import faults
 from engine.core.faults import Fault
 from engine.core.interfaces.request import GenerateRequest, SamplingParams
+from engine.ipc.options import EngineOptions
+from engine.runners.entry import framework_entry
+from engine.runtime.groups.windows import min_window_blocks
+from engine.runtime.model_runner import RunnerConfig
+from engine.weights.model import open_model
+from engine.worker.loading import load_runner
+from engine.worker.main import build_scheduler
 from tests.conformance_bench import Bench, Schedule
 from tests.parity import tiny_models
 from tests.parity.test_torch_loop import (

@@ -10,11 +10,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from engine.backends.custom.conversion.convert import open_source
-from engine.backends.custom.tools.inspection import first_layers, frameworks, layer_outputs
-from engine.backends.custom.weights.model import open_model
 from engine.cli.commands import app
 from engine.cli.dev import SCRIPTS
+from engine.conversion.convert import open_source
 from engine.core.text.tokenizer import Tokenizer
 from engine.scripts.dev import (
     benchmark_layers,
@@ -26,6 +24,8 @@ from engine.scripts.dev import (
 )
 from engine.scripts.dev.test_gpt2_equivalence import FAMILIES, save_tiny
 from engine.scripts.reference import monolithic_gpt2
+from engine.tools.inspection import first_layers, frameworks, layer_outputs
+from engine.weights.model import open_model
 from tests import tokenizer_files
 from tests.checkpoint_folders import write_hf, write_llama2c
 

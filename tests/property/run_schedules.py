@@ -25,11 +25,6 @@ from pathlib import Path
 
 import msgspec
 
-from engine.backends.custom.runtime.groups.adapter_places import AdapterPlaces
-from engine.backends.custom.runtime.model_runner import RunnerSpec
-from engine.backends.custom.runtime.scheduler import Scheduler
-from engine.backends.custom.runtime.tiers.base import Tier
-from engine.backends.custom.runtime.tiers.host import HostTier
 from engine.core import faults
 from engine.core.faults import Fault
 from engine.core.interfaces.request import (
@@ -39,6 +34,11 @@ from engine.core.interfaces.request import (
     GenerateRequest,
     SamplingParams,
 )
+from engine.runtime.groups.adapter_places import AdapterPlaces
+from engine.runtime.model_runner import RunnerSpec
+from engine.runtime.scheduler import Scheduler
+from engine.runtime.tiers.base import Tier
+from engine.runtime.tiers.host import HostTier
 from tests.property.schedule_engine import RETRIED, TIER_BYTES, Engine, Shape
 
 TEXT = Path(__file__).parent.parent / "data" / "alice.txt"
@@ -88,11 +88,11 @@ def toy_model(rng: random.Random) -> Model:
 
 def native_model(rng: random.Random) -> Model:
     """The default model on the native kernels; `alone` uses a separate engine with ample memory."""
-    from engine.backends.custom.frameworks.native.execution.build import STORED, build_runner
-    from engine.backends.custom.runtime.model_runner import RunnerConfig
-    from engine.backends.custom.weights.model import open_model
     from engine.core.store.pull import pull
     from engine.core.text.tokenizer import Tokenizer
+    from engine.native.execution.build import STORED, build_runner
+    from engine.runtime.model_runner import RunnerConfig
+    from engine.weights.model import open_model
 
     source = open_model(pull("smollm2-135m-instruct"))
     ids = Tokenizer.from_gguf(source.metadata).encode(TEXT.read_text(encoding="ascii")[:4000])
@@ -107,9 +107,9 @@ def native_model(rng: random.Random) -> Model:
 
 def tiny_model(rng: random.Random) -> Model:
     """A tiny Llama with random weights on the native kernels."""
-    from engine.backends.custom.frameworks.native.execution.build import build_runner
-    from engine.backends.custom.runtime.model_runner import RunnerConfig
-    from engine.backends.custom.weights.model import open_model
+    from engine.native.execution.build import build_runner
+    from engine.runtime.model_runner import RunnerConfig
+    from engine.weights.model import open_model
     from tests.parity import tiny_models
 
     with tempfile.TemporaryDirectory() as folder:
@@ -133,10 +133,10 @@ def adapters_model(rng: random.Random) -> Model:
     """As `tiny_model`, with three LoRA adapters in two places. Requests of all of them have the
     same prompts. Outputs are long for the pools, so sequences of adapters are preempted too.
     """
-    from engine.backends.custom.adapters.reading import open_adapter
-    from engine.backends.custom.frameworks.native.execution.build import build_runner
-    from engine.backends.custom.runtime.model_runner import RunnerConfig
-    from engine.backends.custom.weights.model import open_model
+    from engine.adapters.reading import open_adapter
+    from engine.native.execution.build import build_runner
+    from engine.runtime.model_runner import RunnerConfig
+    from engine.weights.model import open_model
     from tests.lora_files import InlinePlaces, peft_folder
     from tests.parity import tiny_models
 

@@ -6,27 +6,27 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from engine.backends.custom.runtime.block_pool import BlockPool
-from engine.backends.custom.runtime.budget import StepBudget
-from engine.backends.custom.runtime.groups.adapter_places import AdapterPlaces
-from engine.backends.custom.runtime.kv_cache import KVCache
-from engine.backends.custom.runtime.loop import EngineLoop
-from engine.backends.custom.runtime.model_runner import ModelRunner
-from engine.backends.custom.runtime.pacing import Pacing
-from engine.backends.custom.runtime.radix_cache import RadixCache
-from engine.backends.custom.runtime.scheduler import Scheduler
-from engine.backends.custom.runtime.sequence import ScheduledBatch
-from engine.backends.custom.runtime.speculation.draft_model import DraftModel
-from engine.backends.custom.runtime.speculation.drafts import Speculation
-from engine.backends.custom.runtime.speculation.model_drafts import ModelDrafts
-from engine.backends.custom.runtime.tiers.base import Tier
-from engine.backends.custom.runtime.tiers.kv_tiers import BlockMover, attach_tiers
-from engine.backends.custom.runtime.tiers.record import identity_of
 from engine.core.interfaces.request import (
     Deltas,
     GenerateRequest,
     Resumed,
 )
+from engine.runtime.block_pool import BlockPool
+from engine.runtime.budget import StepBudget
+from engine.runtime.groups.adapter_places import AdapterPlaces
+from engine.runtime.kv_cache import KVCache
+from engine.runtime.loop import EngineLoop
+from engine.runtime.model_runner import ModelRunner
+from engine.runtime.pacing import Pacing
+from engine.runtime.radix_cache import RadixCache
+from engine.runtime.scheduler import Scheduler
+from engine.runtime.sequence import ScheduledBatch
+from engine.runtime.speculation.draft_model import DraftModel
+from engine.runtime.speculation.drafts import Speculation
+from engine.runtime.speculation.model_drafts import ModelDrafts
+from engine.runtime.tiers.base import Tier
+from engine.runtime.tiers.kv_tiers import BlockMover, attach_tiers
+from engine.runtime.tiers.record import identity_of
 from tests.toy_engine import FixedPrice
 from tests.toy_tiers import InlineMover
 

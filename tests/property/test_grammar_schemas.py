@@ -20,12 +20,12 @@ import pytest
 from jsonschema.validators import Draft202012Validator, validator_for
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from engine.backends.custom.frontend.text_model import load_text
 from engine.core.errors import InvalidRequestError
 from engine.core.grammar.child import byte_tokenizer, problem_of
 from engine.core.grammar.limits import parser_limits
 from engine.core.grammar.spec import grammar_text
 from engine.core.interfaces.backend import GrammarSpec
+from engine.frontend.text_model import load_text
 from tests.schema_suites import (
     NamedSchema,
     real_schemas,

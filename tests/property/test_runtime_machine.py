@@ -18,11 +18,11 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.backends.custom.runtime.sequence import packed
-from engine.backends.custom.runtime.tiers.host import HostTier
 from engine.core import faults
 from engine.core.faults import Fault
 from engine.core.interfaces.request import Abort, Control
+from engine.runtime.sequence import packed
+from engine.runtime.tiers.host import HostTier
 from tests.runtime_invariants import Snapshot
 from tests.toy_engine import ToyEngine
 from tests.toy_grammar import END, PatientGrammars, lark, text_of

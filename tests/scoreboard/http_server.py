@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from engine.backends.custom.base_custom import CustomBackend
-from engine.backends.custom.frameworks.backends import NativeBackend
+from engine.backends.custom.frameworks import NativeBackend
 from engine.core.errors import ModelFormatError
 from engine.core.text.chat_template import ChatTemplate
 from tests.conftest import DEFAULT_MODEL

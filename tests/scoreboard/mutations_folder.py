@@ -16,8 +16,8 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from engine.backends.custom.architectures import export
-from engine.backends.custom.architectures.base import ModelConfig
+from engine.architectures import export
+from engine.architectures.base import ModelConfig
 from tests import checkpoint_folders, safetensors_files, tokenizer_files
 from tests.gguf_files import random_weights, tiny_config
 from tests.safetensors_files import assemble, file_bytes, hf_layout

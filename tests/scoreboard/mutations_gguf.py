@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType
 
-from engine.backends.custom.architectures import export
-from engine.backends.custom.architectures.base import ModelConfig
+from engine.architectures import export
+from engine.architectures.base import ModelConfig
 from tests import gguf_files, tokenizer_files
 from tests.gguf_files import ARRAY, STRING, text, u32, u64
 from tests.scoreboard.mutations_bytes import EDGES, damaged

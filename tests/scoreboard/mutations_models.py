@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from engine.backends.custom.architectures.base import (
+from engine.architectures.base import (
     ExpertsConfig,
     LatentConfig,
     LayerConfig,

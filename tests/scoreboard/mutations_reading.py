@@ -3,9 +3,9 @@
 import contextlib
 from pathlib import Path
 
-from engine.backends.custom.frontend.text_model import parse_text
-from engine.backends.custom.weights.model import open_model
 from engine.core.errors import InvalidRequestError
+from engine.frontend.text_model import parse_text
+from engine.weights.model import open_model
 
 MESSAGES = [{"role": "user", "content": "Hello, is it 3 o'clock? 🙂"}]
 

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.backends.custom.runtime.block_pool import BlockPool
-from engine.backends.custom.runtime.model_runner import FROM_DEVICE
-from engine.backends.custom.runtime.radix_cache import RadixCache
-from engine.backends.custom.runtime.requests.images import image_digest, key_of
-from engine.backends.custom.runtime.sequence import packed
 from engine.core.interfaces.handover import Handover, Prefilled
 from engine.core.interfaces.request import GenerateRequest, ImageInput, SamplingParams
+from engine.runtime.block_pool import BlockPool
+from engine.runtime.model_runner import FROM_DEVICE
+from engine.runtime.radix_cache import RadixCache
+from engine.runtime.requests.images import image_digest, key_of
+from engine.runtime.sequence import packed
 from engine.servers.access.auth import Principal
 from tests.toy_engine import ToyEngine
 

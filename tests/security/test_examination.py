@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from engine.backends.custom.engine_settings import EXAMINER, engine_options
-from engine.backends.custom.ipc.engine_process import EngineProcess
-from engine.backends.custom.ipc.transport import ConnectionClosedError, SocketChannel
 from engine.core.config_schema import Settings
 from engine.core.errors import ModelError, ModelFormatError
 from engine.core.interfaces.request import FromEngine, Ready
 from engine.core.sandbox import examination
 from engine.core.sandbox.examination import Examination, Reading, Spawned, StartReading, examine
+from engine.ipc.engine_process import EngineProcess
+from engine.ipc.transport import ConnectionClosedError, SocketChannel
 from tests.quick_engine import begun_file
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.backends.custom.weights.gguf import open_gguf
-from engine.backends.custom.weights.quants import BY_TYPE_ID
 from engine.core.errors import EngineError, ModelFormatError
+from engine.weights.gguf import open_gguf
+from engine.weights.quants import BY_TYPE_ID
 from tests.gguf_files import (
     ARRAY,
     BOOL,

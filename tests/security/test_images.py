@@ -16,21 +16,21 @@ import numpy as np
 import pytest
 from PIL import Image, PngImagePlugin
 
-from engine.backends.custom.architectures.vision import ImageProcessing, VisionConfig
-from engine.backends.custom.frontend import images as images_module
-from engine.backends.custom.frontend.held_images import HeldImages
-from engine.backends.custom.frontend.images import (
+from engine.architectures.vision import ImageProcessing, VisionConfig
+from engine.core.errors import InvalidRequestError, RateLimitError, UnavailableError
+from engine.core.interfaces.backend import IMAGE_MARK
+from engine.core.interfaces.request import GenerateRequest, ImageInput, SamplingParams
+from engine.core.memory import MemoryRoom
+from engine.frontend import images as images_module
+from engine.frontend.held_images import HeldImages
+from engine.frontend.images import (
     decode,
     prepare_image,
     prepare_images,
     size_of,
     tile_sizes,
 )
-from engine.backends.custom.runtime.requests.images import ImageAccount, ImageStore
-from engine.core.errors import InvalidRequestError, RateLimitError, UnavailableError
-from engine.core.interfaces.backend import IMAGE_MARK
-from engine.core.interfaces.request import GenerateRequest, ImageInput, SamplingParams
-from engine.core.memory import MemoryRoom
+from engine.runtime.requests.images import ImageAccount, ImageStore
 from engine.servers.schema.images import RemoteImage, image_from_base64, image_from_url
 from engine.servers.serving import remote_images
 from engine.servers.serving.remote_images import fetch_image, is_public, with_loaded_images

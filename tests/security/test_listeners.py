@@ -22,11 +22,6 @@ import psutil
 import pytest
 
 import engine
-from engine.backends.custom.frameworks.torch.execution.distributed import remote
-from engine.backends.custom.runtime.model_runner import RunnerConfig
-from engine.backends.custom.runtime.tiers import peers
-from engine.backends.custom.runtime.tiers.block_server import BlockServer
-from engine.backends.custom.runtime.tiers.host import HostTier
 from engine.core.config_schema import Settings
 from engine.core.config_types import NodeSettings, ShardSettings
 from engine.core.errors import ConfigError, EngineError
@@ -37,9 +32,14 @@ from engine.core.shards.frames import FrameError, decode_frame, encode_frame
 from engine.core.shards.link import TcpLink
 from engine.core.shards.ring import RingClosedError
 from engine.routing.nodes.dial import check, endpoint_of
+from engine.runtime.model_runner import RunnerConfig
+from engine.runtime.tiers import peers
+from engine.runtime.tiers.block_server import BlockServer
+from engine.runtime.tiers.host import HostTier
 from engine.servers.http.protocol import raise_file_limit
 from engine.servers.kserve.grpc_messages import CLASSES, SERVICE
 from engine.servers.kserve.grpc_server import GrpcServer
+from engine.torch.execution.distributed import remote
 from tests.live_server import LiveServer, free_port, live_server, wait_until
 
 TOKEN = "0123456789abcdef0123456789abcdef"
@@ -52,8 +52,8 @@ PLACES = {
     "core/listening.py": "HTTP and probes",
     "core/shards/doorway.py": "shards and blocks",
     "servers/kserve/grpc_server.py": "gRPC",
-    "backends/custom/frameworks/torch/execution/distributed/collectives.py": "the ranks' store",
-    "backends/custom/frameworks/torch/execution/distributed/remote.py": "a free port, not kept",
+    "torch/execution/distributed/collectives.py": "the ranks' store",
+    "torch/execution/distributed/remote.py": "a free port, not kept",
     "routing/ray_nodes/actors.py": "a free port, not kept",
     "backends/external/listening.py": "the port of an external engine, on loopback",
 }

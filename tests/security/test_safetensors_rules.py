@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from engine.backends.custom.weights.files import read_json
-from engine.backends.custom.weights.model import open_model
-from engine.backends.custom.weights.safetensors import (
+from engine.core.errors import ModelError, ModelFormatError
+from engine.weights.files import read_json
+from engine.weights.model import open_model
+from engine.weights.safetensors import (
     MAX_HEADER_BYTES,
     MAX_TENSORS,
     open_safetensors,
 )
-from engine.core.errors import ModelError, ModelFormatError
 from tests.gguf_files import random_weights, tiny_config
 from tests.safetensors_files import assemble, hf_layout, write_model
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.backends.custom.weights.safetensors import open_safetensors
 from engine.core.errors import ModelFormatError
+from engine.weights.safetensors import open_safetensors
 from tests.safetensors_files import assemble
 
 SOUND = Path(__file__).parents[1] / "data" / "quantized.safetensors"

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from engine.backends.custom.engine_settings import EXAMINER
-from engine.backends.custom.frontend.text_model import load_text
 from engine.core.errors import ModelFormatError
 from engine.core.sandbox.examination import examine
+from engine.frontend.text_model import load_text
 from tests import checkpoint_folders
 
 Change = Callable[[dict[str, Any]], None]

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.backends.custom.weights.files import CODE_SUFFIXES
-from engine.backends.custom.weights.model import open_model
 from engine.backends.sglang import SGLangConfig
 from engine.backends.vllm import VLLMConfig
 from engine.core.errors import EngineError, ModelFormatError
+from engine.weights.files import CODE_SUFFIXES
+from engine.weights.model import open_model
 from tests.gguf_files import tiny_config
 from tests.safetensors_files import hf_config
 

@@ -9,7 +9,7 @@ GUARD = "engine.servers.http.guard"
 PLUGIN = "engine.plugins.host"
 EXAMINATION = "engine.core.sandbox.examination"
 CHILD = "engine.core.sandbox.examination_child"
-SHARES = "engine.backends.custom.runtime.queue"
+SHARES = "engine.runtime.queue"
 
 AUTH_TESTS = "tests/security/test_http_auth.py"
 KEY_TESTS = "tests/security/test_keys.py"

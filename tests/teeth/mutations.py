@@ -4,7 +4,7 @@ from tests.teeth.edge_mutations import EDGE
 from tests.teeth.mutation import MACHINE, SCHEDULES, Mutation
 from tests.teeth.rooms import all_rooms
 
-RUNTIME = "engine.backends.custom.runtime"
+RUNTIME = "engine.runtime"
 
 
 def runtime(name: str, module: str, right: str, wrong: str, caught_by: str = MACHINE) -> Mutation:
@@ -258,21 +258,21 @@ GUARDS = [
     ),
     Mutation(
         "FLT-03 a frozen process counts as well",
-        "engine.backends.custom.ipc.heartbeat",
+        "engine.ipc.heartbeat",
         "            silent_s=max(0, now_ns - tick_ns) / 1e9 if tick_ns else None,\n",
         "            silent_s=None,\n",
         f"{WATCHDOG}::test_a_frozen_engine_is_seen_also_when_idle_and_goes_on_when_woken",
     ),
     Mutation(
         "FLT-04 a slow step counts as frozen",
-        "engine.backends.custom.frontend.vigil",
+        "engine.frontend.vigil",
         "    if vitals.silent_s is not None and vitals.silent_s > FROZEN_AFTER_S:\n",
         "    if (vitals.step_age_s or 0) > FROZEN_AFTER_S:\n",
         f"{WATCHDOG}::test_a_slow_step_is_no_trouble",
     ),
     Mutation(
         "FLT-06 an engine that died is not started again",
-        "engine.backends.custom.frontend.engine_link",
+        "engine.frontend.engine_link",
         "            self._restart_later()  # an engine",
         "            pass  # an engine",
         "tests/unit/test_engine_link.py::"
@@ -280,7 +280,7 @@ GUARDS = [
     ),
     Mutation(
         "FLT-06 open requests are not told of a death",
-        "engine.backends.custom.frontend.survival",
+        "engine.frontend.survival",
         "        opened.receiver.deliver(error)\n",
         "        pass\n",
         "tests/unit/test_engine_link.py::"
@@ -316,7 +316,7 @@ GUARDS = [
     ),
     Mutation(
         "FLT-19 a tokenizer of another model is taken",
-        "engine.backends.custom.frontend.text_model",
+        "engine.frontend.text_model",
         "    _check_vocabulary(config, tokenizer)\n",
         "    pass\n",
         f"{SECURITY}/test_tokenizer_files.py::test_a_tokenizer_that_does_not_fit_is_refused",

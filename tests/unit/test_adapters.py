@@ -9,12 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.backends.custom.adapters.matrices import Adapter, LoraPair
-from engine.backends.custom.adapters.reading import open_adapter
-from engine.backends.custom.architectures.base import ExpertsConfig
-from engine.backends.custom.runtime.groups.adapter_places import AdapterPlaces
-from engine.backends.custom.runtime.model_runner import AdapterRunner, RunnerSpec
-from engine.backends.custom.runtime.sequence import namespace_of
+from engine.adapters.matrices import Adapter, LoraPair
+from engine.adapters.reading import open_adapter
+from engine.architectures.base import ExpertsConfig
 from engine.core.errors import ConflictError, EngineError, NotFoundError
 from engine.core.interfaces.request import (
     AdapterRef,
@@ -25,6 +22,9 @@ from engine.core.interfaces.request import (
     SamplingParams,
 )
 from engine.core.store import adapter_store
+from engine.runtime.groups.adapter_places import AdapterPlaces
+from engine.runtime.model_runner import AdapterRunner, RunnerSpec
+from engine.runtime.sequence import namespace_of
 from tests.gguf_files import tiny_config
 from tests.lora_files import PREFIX, peft_folder
 from tests.safetensors_files import file_bytes
@@ -275,7 +275,7 @@ def test_kept_adapters_are_listed_by_base(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_tinygrad_and_other_runners_without_adapters_refuse_them() -> None:
-    from engine.backends.custom.frameworks.tinygrad.execution.runner import TinygradRunner
+    from engine.tinygrad.execution.runner import TinygradRunner
     from tests.property.schedule_engine import Engine, Shape
     from tests.toy_runner import VOCAB, ToyRunner
 

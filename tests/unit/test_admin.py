@@ -12,12 +12,12 @@ import msgspec
 import pytest
 from typer.testing import CliRunner, Result
 
-from engine.backends.custom.runtime.tiers.record import identity_of, root_key
 from engine.cli.commands import app as cli
 from engine.core.config_schema import Settings
 from engine.core.errors import InvalidRequestError
 from engine.core.key_file import add_key, read_keys
 from engine.core.observability.metrics import Metrics
+from engine.runtime.tiers.record import identity_of, root_key
 from engine.servers.access.auth import SERVER
 from engine.servers.app import create_app
 from engine.servers.ops import audit as audit_module

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from engine.backends.custom import engine_settings
-from engine.backends.custom.frameworks.torch import device as gpu
-from engine.backends.custom.frameworks.torch.execution.build import find_device
-from engine.backends.custom.frameworks.torch.kernels import fp8, gated_linear
-from engine.backends.custom.frameworks.torch.kernels.cuda import attention as hopper
 from engine.cli import doctor
 from engine.core.store import fit, gpus
 from engine.core.store.gpus import AmdGpu, amd_gpus, rocm_version
+from engine.torch import device as gpu
+from engine.torch.execution.build import find_device
+from engine.torch.kernels import fp8, gated_linear
+from engine.torch.kernels.cuda import attention as hopper
 
 GPU = torch.device("cuda")
 CACHED = (gpu.is_hopper, gpu.has_fp8, gpu.has_scaled_gemm, gpu.multiprocessors)

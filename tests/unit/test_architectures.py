@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from engine.backends.custom.architectures.base import EncoderConfig, ModelConfig, RopeConfig
-from engine.backends.custom.architectures.checks import check_config
-from engine.backends.custom.architectures.export import gguf_metadata
+from engine.architectures.base import EncoderConfig, ModelConfig, RopeConfig
+from engine.architectures.checks import check_config
+from engine.architectures.export import gguf_metadata
 from engine.core.errors import ModelFormatError
 from engine.core.registry.model_registry import architecture
 from tests.gguf_files import MULTIPLIERS, tiny_config

@@ -8,11 +8,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine.backends.custom.frontend import embedding
-from engine.backends.custom.frontend.embedding import vectors_of
-from engine.backends.custom.frontend.engine_link import EngineLink
-from engine.backends.custom.frontend.prompts import check_context, check_input
-from engine.backends.custom.ipc.heartbeat import Vitals
 from engine.core.errors import EngineError, InvalidRequestError, RateLimitError
 from engine.core.interfaces.backend import (
     CompletionRequest,
@@ -21,6 +16,11 @@ from engine.core.interfaces.backend import (
     GrammarSpec,
 )
 from engine.core.interfaces.request import Deltas, GenerateRequest, SamplingParams, TokenDelta
+from engine.frontend import embedding
+from engine.frontend.embedding import vectors_of
+from engine.frontend.engine_link import EngineLink
+from engine.frontend.prompts import check_context, check_input
+from engine.ipc.heartbeat import Vitals
 from tests.toy_backend import TEXT, ToyBackend
 from tests.toy_runner import VOCAB
 

@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 
-from engine.backends.custom.runtime.batch import _prefix_groups
+from engine.runtime.batch import _prefix_groups
 
 
 def recounted(tables, full_blocks):

@@ -31,7 +31,7 @@ from benchmarks.report import (
 from benchmarks.run import WAVES, chosen_scenarios, free_port
 from benchmarks.scenarios import SCENARIOS, Measurement, measure
 from benchmarks.sweeps import SWEEPS
-from engine.backends.custom.frameworks.native.execution import timing
+from engine.native.execution import timing
 
 
 def sample(ttft: float, gaps: tuple[float, ...] = (), **changes: Any) -> Sample:

@@ -12,8 +12,8 @@ from benchmarks.gpu.pacing import Costs, Load, measure
 from benchmarks.gpu.roof import H200, quantized, roof_seconds, weight_bytes
 from benchmarks.gpu.run import Row, best_value, results_table
 from benchmarks.gpu.workloads import FIGURES, SHAPES, Workload, workloads
-from engine.backends.custom.options import EngineOptions
 from engine.core.errors import InferenceError
+from engine.ipc.options import EngineOptions
 
 TINY = SHAPES["tiny"]
 

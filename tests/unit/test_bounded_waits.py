@@ -11,13 +11,13 @@ from tests.source_trees import ROOT, Source, sources
 
 SUPERVISORS = (
     "engine.backends.process",
-    "engine.backends.custom.ipc.engine_process",
-    "engine.backends.custom.frontend.downtime",
-    "engine.backends.custom.frontend.engine_client",
-    "engine.backends.custom.frontend.engine_link",
-    "engine.backends.custom.frontend.vigil",
-    "engine.backends.custom.frameworks.torch.execution.distributed.group",
-    "engine.backends.custom.frameworks.torch.execution.distributed.remote",
+    "engine.ipc.engine_process",
+    "engine.frontend.downtime",
+    "engine.frontend.engine_client",
+    "engine.frontend.engine_link",
+    "engine.frontend.vigil",
+    "engine.torch.execution.distributed.group",
+    "engine.torch.execution.distributed.remote",
     "engine.backends.external",
     "engine.core.grammar.checker",
     "engine.core.sandbox",
@@ -34,14 +34,15 @@ WAITS = ("wait", "join", "communicate", "acquire", "waitpid")
 BOUNDS = ("wait_for", "answer_of", "timeout")
 # Waits without a bound of their own: the function, and what ends the wait.
 ENDED_BY = {
-    "backends.custom.frontend.engine_client.ProcessClient._end": "the vigil: `kill` closes it",
-    "backends.custom.frontend.engine_link.EngineLink.start": "the vigil, and the bound of a load",
+    "frontend.engine_client.ProcessClient._end": "the vigil: `kill` closes it",
+    "frontend.engine_link.EngineLink.start": "the vigil, and the bound of a load",
     "backends.external.external_child.ExternalChild._report": "`stop`, which kills the launcher",
     "backends.external.supervisor.Supervisor._unless_ended": "it is done, or has failed",
     "core.grammar.checker.GrammarChecker.close": "the cancellation of the line before",
     "plugins.host._run": "the timeout of the hook, which the caller sets",
     "routing.nodes.agent.NodeAgent.run": "the user: a node stays until it is told to leave",
     "routing.nodes.agent.NodeAgent._stay": "the watch of the connection, after three seconds",
+    "routing.nodes.dial._ask": "the timeout of the greeting, in `_open`",
     "routing.ray_nodes.actors.NodeProcess._run": "the node, which watches its own engine",
     "servers.fine_tuning.runner.JobRunner._is_ours": "nobody waits: a lock that is taken is False",
 }

@@ -7,11 +7,11 @@ import msgspec.inspect
 import pytest
 
 from engine import __version__
-from engine.backends.custom.frameworks.torch.execution.distributed.group import RankSetup
-from engine.backends.custom.frameworks.torch.execution.distributed.remote import shard_build
-from engine.backends.custom.runtime.tiers.peers import block_build
 from engine.core import build_name
 from engine.routing.nodes.wire import FromNode, ToNode, node_build
+from engine.runtime.tiers.peers import block_build
+from engine.torch.execution.distributed.group import RankSetup
+from engine.torch.execution.distributed.remote import shard_build
 
 BUILDS = {"nodes": node_build, "shards": shard_build, "blocks": block_build}
 

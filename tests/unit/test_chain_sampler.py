@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.backends.custom.runtime.samplers.chain import (
+from engine.core.interfaces.request import SamplingParams
+from engine.runtime.samplers.chain import (
     ChainSampler,
     candidates,
     mirostat_k,
@@ -18,16 +19,15 @@ from engine.backends.custom.runtime.samplers.chain import (
     softmax,
     surprise,
 )
-from engine.backends.custom.runtime.samplers.host_sampler import HostSampler
-from engine.backends.custom.runtime.samplers.repetition import (
+from engine.runtime.samplers.host_sampler import HostSampler
+from engine.runtime.samplers.repetition import (
     allowed_mask,
     banned_by_words,
     by_first_token,
     dry_penalties,
     logit_biases,
 )
-from engine.backends.custom.runtime.sequence import Row, ScheduledBatch, Sequence, packed
-from engine.core.interfaces.request import SamplingParams
+from engine.runtime.sequence import Row, ScheduledBatch, Sequence, packed
 from tests.parity.runner_driver import sampling_inputs
 from tests.sampler_reference import Reference
 

@@ -6,9 +6,6 @@ from typing import Any
 
 import pytest
 
-from engine.backends.custom.frontend.generation import Generation
-from engine.backends.custom.frontend.prompts import prepare_chat
-from engine.backends.custom.frontend.text_model import TextModel, text_model
 from engine.core.interfaces.backend import (
     ChatRequest,
     FinishEvent,
@@ -22,6 +19,9 @@ from engine.core.interfaces.request import GenerateRequest, SamplingParams, Toke
 from engine.core.parsing.output import OutputFormat
 from engine.core.text.chat_template import ChatTemplate
 from engine.core.text.tokenizer import Tokenizer
+from engine.frontend.generation import Generation
+from engine.frontend.prompts import prepare_chat
+from engine.frontend.text_model import TextModel, text_model
 from tests.tokenizer_files import byte_level_metadata
 from tests.told_engine import ToldEngine
 from tests.unit.test_generation import read

@@ -10,14 +10,14 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from engine.backends.custom.adapters.reading import open_adapter, read_adapter
-from engine.backends.custom.conversion.lora_export import export_gguf
-from engine.backends.custom.weights.model import open_model
+from engine.adapters.reading import open_adapter, read_adapter
 from engine.cli.commands import app
 from engine.cli.serve import parse_adapters
+from engine.conversion.lora_export import export_gguf
 from engine.core.errors import NotFoundError
 from engine.core.store import adapter_store
 from engine.core.store.checkpoint_files import PEFT_FILES
+from engine.weights.model import open_model
 from tests.gguf_files import gguf_layout, random_weights, tiny_config, write_gguf
 from tests.lora_files import peft_folder
 from tests.model_site import COMMIT, Page, Site, serve_site

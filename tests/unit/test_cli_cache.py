@@ -7,11 +7,11 @@ import tarfile
 import pytest
 from typer.testing import CliRunner
 
-from engine.backends.custom.runtime.tiers.record import identity_of, root_key
 from engine.cli.ops import admin_client
 from engine.cli.ops.cache import app
 from engine.core.config_schema import Settings
 from engine.core.errors import ConfigError
+from engine.runtime.tiers.record import identity_of, root_key
 from tests.toy_tiers import tiered_engine
 from tests.unit.test_tiers import PROMPT, answer, disk
 

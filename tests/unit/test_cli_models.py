@@ -11,13 +11,13 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from engine.backends.custom.architectures.base import ModelConfig, RopeConfig
-from engine.backends.custom.weights.lazy_tensor import LazyTensor
-from engine.backends.custom.weights.model import ModelSource
+from engine.architectures.base import ModelConfig, RopeConfig
 from engine.cli.commands import app
 from engine.cli.model_report import describe, human_bytes, print_report
 from engine.core.store.catalogue import CATALOGUE, DEFAULT_MODEL
 from engine.core.store.model_store import ModelStore, StoredModel, StoredModelFile
+from engine.weights.lazy_tensor import LazyTensor
+from engine.weights.model import ModelSource
 from tests import gguf_files
 
 CONFIG = ModelConfig(

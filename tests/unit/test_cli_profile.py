@@ -9,11 +9,11 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.gpu.workloads import SHAPES
-from engine.backends.custom.options import EngineOptions
-from engine.backends.custom.tools.profiling import DrivenEngine
-from engine.backends.custom.weights.random import open_random
 from engine.cli.commands import app
 from engine.core.interfaces.request import GenerateRequest, SamplingParams
+from engine.ipc.options import EngineOptions
+from engine.tools.profiling import DrivenEngine
+from engine.weights.random import open_random
 from tests.gguf_files import random_weights, tiny_config
 from tests.safetensors_files import hf_layout, write_model
 from tests.tokenizer_files import write_directory

@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.backends.custom.architectures.base import ExpertsConfig, ModelConfig, RopeConfig
-from engine.backends.custom.architectures.export import gguf_metadata, hf_config
-from engine.backends.custom.conversion.convert import convert, gguf_parts, open_source, save_trained
-from engine.backends.custom.conversion.gguf_writer import gguf_type
-from engine.backends.custom.conversion.importance import read_importance, write_importance
-from engine.backends.custom.weights.model import ModelSource, open_model
-from engine.backends.custom.weights.safetensors import open_safetensors
+from engine.architectures.base import ExpertsConfig, ModelConfig, RopeConfig
+from engine.architectures.export import gguf_metadata, hf_config
+from engine.conversion.convert import convert, gguf_parts, open_source, save_trained
+from engine.conversion.gguf_writer import gguf_type
+from engine.conversion.importance import read_importance, write_importance
 from engine.core.errors import ConfigError, EngineError, ModelFormatError
 from engine.core.registry.model_registry import architecture
 from engine.core.text.tokenizer import Tokenizer
+from engine.weights.model import ModelSource, open_model
+from engine.weights.safetensors import open_safetensors
 from tests import gguf_files, tokenizer_files
 from tests.checkpoint_folders import write_hf, write_llama2c
 

@@ -7,8 +7,6 @@ import pytest
 
 from engine.backends.base import BackendConfig, Orphan
 from engine.backends.custom.base_custom import CustomBackend
-from engine.backends.custom.frontend.generation import MAX_BACKLOG, Generation
-from engine.backends.custom.frontend.prompts import Prepared
 from engine.core.errors import (
     ConfigError,
     EngineError,
@@ -23,6 +21,8 @@ from engine.core.interfaces.backend import (
     UsageEvent,
 )
 from engine.core.interfaces.request import GenerateRequest, SamplingParams, TokenDelta
+from engine.frontend.generation import MAX_BACKLOG, Generation
+from engine.frontend.prompts import Prepared
 from tests.scripted_link import Bench
 from tests.told_engine import ToldEngine
 from tests.toy_backend import TEXT, ToyBackend
@@ -144,7 +144,7 @@ async def test_a_stopped_backend_refuses_and_can_be_stopped_again():
 @pytest.mark.seconds
 async def test_a_start_that_fails_leaves_no_task_behind(tmp_path, monkeypatch):
     monkeypatch.setattr(ToyBackend, "worker_module", "tests.toy_worker")
-    monkeypatch.setattr("engine.backends.custom.frontend.engine_client.STOP_GRACE_S", 0.1)
+    monkeypatch.setattr("engine.frontend.engine_client.STOP_GRACE_S", 0.1)
     (tmp_path / "slow.gguf").write_bytes(b"GGUF, but not really")  # refused while the engine loads
     backend = BareBackend(str(tmp_path / "slow.gguf"))
     with pytest.raises(EngineError):

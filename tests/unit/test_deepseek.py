@@ -12,21 +12,21 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from engine.backends.custom.architectures import deepseek, export
-from engine.backends.custom.architectures.base import ExpertsConfig, ModelConfig
-from engine.backends.custom.architectures.deepseek import DEEPSEEK
-from engine.backends.custom.architectures.weight_rows import Stored
-from engine.backends.custom.conversion.convert import convert
-from engine.backends.custom.frameworks.native.execution.allocation import kv_token_bytes
-from engine.backends.custom.frameworks.native.execution.build import build_runner
-from engine.backends.custom.ir.execute import ReferenceBatch, State, run_graph
-from engine.backends.custom.ir.models.decoder import build_graph
-from engine.backends.custom.ir.reference import F32
-from engine.backends.custom.options import EngineOptions
-from engine.backends.custom.runtime.model_runner import DeviceInfo, RunnerConfig
-from engine.backends.custom.weights.model import open_model
-from engine.backends.custom.worker.memory import dense_needs, plan_memory
+from engine.architectures import deepseek, export
+from engine.architectures.base import ExpertsConfig, ModelConfig
+from engine.architectures.deepseek import DEEPSEEK
+from engine.architectures.weight_rows import Stored
+from engine.conversion.convert import convert
 from engine.core.errors import ConfigError, ModelFormatError
+from engine.ipc.options import EngineOptions
+from engine.ir.execute import ReferenceBatch, State, run_graph
+from engine.ir.models.decoder import build_graph
+from engine.ir.reference import F32
+from engine.native.execution.allocation import kv_token_bytes
+from engine.native.execution.build import build_runner
+from engine.runtime.model_runner import DeviceInfo, RunnerConfig
+from engine.weights.model import open_model
+from engine.worker.memory import dense_needs, plan_memory
 from tests import safetensors_files, tokenizer_files
 from tests.gguf_files import random_weights
 from tests.ir_driver import Driver, new_state, text

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import pytest
 from msgspec import structs
 
-from engine.backends.custom.options import EngineOptions
-from engine.backends.custom.runtime.speculation import model_drafts
-from engine.backends.custom.runtime.speculation.draft_model import MAX_LAG, DraftModel
-from engine.backends.custom.runtime.speculation.model_drafts import ModelDrafts, Rate
-from engine.backends.custom.worker import draft as worker
 from engine.core.errors import ConfigError
+from engine.ipc.options import EngineOptions
+from engine.runtime.speculation import model_drafts
+from engine.runtime.speculation.draft_model import MAX_LAG, DraftModel
+from engine.runtime.speculation.model_drafts import ModelDrafts, Rate
+from engine.worker import draft as worker
 from tests.toy_engine import FixedPrice, GuessingRunner, ToyEngine
 
 PROMPT = (1, 2, 3, 4, 5, 6, 7)
@@ -284,7 +284,7 @@ def test_a_draft_model_needs_the_same_vocabulary(monkeypatch, ours, theirs, says
         tokens = ours if path.name == "m" else theirs
         return SimpleNamespace(vocabulary=lambda: SimpleNamespace(tokens=tokens))
 
-    monkeypatch.setattr("engine.backends.custom.frontend.text_model.load_text", load_text)
+    monkeypatch.setattr("engine.frontend.text_model.load_text", load_text)
     if says is None:
         worker.check_vocabulary(Path("m"), Path("d"))
         return

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.backends.custom.architectures.base import EncoderConfig, ModelConfig
-from engine.backends.custom.weights.model import open_model
-from engine.backends.custom.weights.pooling import Prompts
-from engine.backends.custom.worker.encoder_loop import is_encoder
+from engine.architectures.base import EncoderConfig, ModelConfig
 from engine.core.errors import ModelFormatError
 from engine.core.registry.model_registry import architecture
+from engine.weights.model import open_model
+from engine.weights.pooling import Prompts
+from engine.worker.encoder_loop import is_encoder
 from tests.gguf_files import random_weights, tiny_config
 from tests.safetensors_files import file_bytes, hf_layout
 

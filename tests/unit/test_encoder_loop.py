@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from engine.backends.custom.worker.encoder_loop import EncoderLoop, EncoderSpec
 from engine.core.interfaces.request import (
     Abort,
     Control,
@@ -16,6 +15,7 @@ from engine.core.interfaces.request import (
     Stats,
     Stop,
 )
+from engine.worker.encoder_loop import EncoderLoop, EncoderSpec
 
 SPEC = EncoderSpec(vocab_size=100, max_seq_len=8, num_dimensions=3)
 BAD, NAN = 66, 77  # tokens that make the encoder raise, or compute nonsense

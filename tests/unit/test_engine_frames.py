@@ -6,24 +6,6 @@ import threading
 
 import pytest
 
-from engine.backends.custom.frontend.engine_client import QueueChannel, _Connection
-from engine.backends.custom.ipc import heartbeat as heartbeat_module
-from engine.backends.custom.ipc.heartbeat import (
-    INTERRUPT_SIGNAL,
-    UNKNOWN_PATIENCE_S,
-    Heartbeat,
-    Vitals,
-    Watchdog,
-    heartbeat_file,
-)
-from engine.backends.custom.ipc.transport import (
-    LENGTH,
-    MAX_FRAME_BYTES,
-    ConnectionClosedError,
-    FrameDecoder,
-    SocketChannel,
-    encode_frame,
-)
 from engine.core.errors import EngineError
 from engine.core.interfaces.request import (
     Abort,
@@ -35,6 +17,24 @@ from engine.core.interfaces.request import (
     Stop,
     ToEngine,
     TokenDelta,
+)
+from engine.frontend.engine_client import QueueChannel, _Connection
+from engine.ipc import heartbeat as heartbeat_module
+from engine.ipc.heartbeat import (
+    INTERRUPT_SIGNAL,
+    UNKNOWN_PATIENCE_S,
+    Heartbeat,
+    Vitals,
+    Watchdog,
+    heartbeat_file,
+)
+from engine.ipc.transport import (
+    LENGTH,
+    MAX_FRAME_BYTES,
+    ConnectionClosedError,
+    FrameDecoder,
+    SocketChannel,
+    encode_frame,
 )
 
 MESSAGES = [

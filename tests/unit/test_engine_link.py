@@ -11,15 +11,15 @@ import msgspec
 import psutil
 import pytest
 
-from engine.backends.custom.frontend import engine_link
-from engine.backends.custom.frontend.engine_client import InlineClient, ProcessClient
-from engine.backends.custom.frontend.engine_link import EngineLink
-from engine.backends.custom.ipc.engine_process import EngineProcess
-from engine.backends.custom.options import EngineOptions
 from engine.backends.process import RestartPolicy
 from engine.cli.ops import top
 from engine.core.errors import EngineError, ModelError, ResourceError, UnavailableError
 from engine.core.interfaces.request import GenerateRequest, SamplingParams
+from engine.frontend import engine_link
+from engine.frontend.engine_client import InlineClient, ProcessClient
+from engine.frontend.engine_link import EngineLink
+from engine.ipc.engine_process import EngineProcess
+from engine.ipc.options import EngineOptions
 from tests.toy_alone import generate_alone
 from tests.toy_runner import CRASH_TOKEN
 
@@ -125,7 +125,7 @@ async def test_a_lost_device_ends_the_requests_and_restarts_the_engine():
 
 
 async def test_stopped_while_it_loads_start_ends_with_an_error(monkeypatch):
-    monkeypatch.setattr("engine.backends.custom.frontend.engine_client.STOP_GRACE_S", 0.1)
+    monkeypatch.setattr("engine.frontend.engine_client.STOP_GRACE_S", 0.1)
     link = make_link("slow")
     starting = asyncio.create_task(link.start())
     await until(lambda: link.pid is not None)

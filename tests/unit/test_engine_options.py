@@ -8,17 +8,17 @@ import msgspec
 import pytest
 
 from engine.backends.custom.engine_settings import engine_options
-from engine.backends.custom.frontend.text_cache import TextCache, key_of
-from engine.backends.custom.frontend.text_model import load_text
-from engine.backends.custom.options import EngineOptions, PeerOptions, TierOptions
-from engine.backends.custom.runtime.model_runner import DeviceInfo, RunnerConfig, RunnerSpec
-from engine.backends.custom.runtime.requests.grammar import Grammars
-from engine.backends.custom.worker import main as worker
-from engine.backends.custom.worker.loading import runner_config
-from engine.backends.custom.worker.memory import MemoryPlan
 from engine.core.config import load_settings
 from engine.core.errors import ModelFormatError
 from engine.core.interfaces.request import GenerateRequest, Ready, SamplingParams, Stop
+from engine.frontend.text_cache import TextCache, key_of
+from engine.frontend.text_model import load_text
+from engine.ipc.options import EngineOptions, PeerOptions, TierOptions
+from engine.runtime.model_runner import DeviceInfo, RunnerConfig, RunnerSpec
+from engine.runtime.requests.grammar import Grammars
+from engine.worker import main as worker
+from engine.worker.loading import runner_config
+from engine.worker.memory import MemoryPlan
 from tests.toy_grammar import vocabulary
 from tests.toy_runner import VOCAB, ToyRunner
 

@@ -10,17 +10,17 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from engine.backends.custom.frontend import engine_link as link_module
-from engine.backends.custom.frontend import vigil
-from engine.backends.custom.frontend.engine_client import ProcessClient
-from engine.backends.custom.ipc.heartbeat import (
+from engine.core import faults
+from engine.core.errors import ModelError
+from engine.core.faults import Fault
+from engine.frontend import engine_link as link_module
+from engine.frontend import vigil
+from engine.frontend.engine_client import ProcessClient
+from engine.ipc.heartbeat import (
     INTERRUPT_SIGNAL,
     StepInterruptedError,
     Watchdog,
 )
-from engine.core import faults
-from engine.core.errors import ModelError
-from engine.core.faults import Fault
 from tests.toy_runner import CRASH_TOKEN, IMPATIENT_S
 from tests.unit.test_engine_link import Inbox, ask, expected, make_link, request, until
 

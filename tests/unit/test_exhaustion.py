@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from engine.backends.custom.worker import main as worker
 from engine.core.errors import ResourceError
 from engine.core.sandbox import exhaustion
 from engine.core.sandbox.exhaustion import limit_too_small, what_ran_out
+from engine.worker import main as worker
 from tests.scoreboard.figures import r27_broken_starts as starts
 
 THREAD = RuntimeError("can't start new thread")

@@ -7,9 +7,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.backends.custom.runtime import loop, step_runner
-from engine.backends.custom.runtime.insight.timekeeping import BLOCKS, EngineClock, Stopwatch
-from engine.backends.custom.runtime.requests import grammar as grammar_module
 from engine.core.interfaces.backend import UsageEvent
 from engine.core.interfaces.request import Deltas
 from engine.core.interfaces.timeline import (
@@ -21,6 +18,9 @@ from engine.core.interfaces.timeline import (
     Timeline,
 )
 from engine.routing.decisions import Decision, Failed
+from engine.runtime import loop, step_runner
+from engine.runtime.insight.timekeeping import BLOCKS, EngineClock, Stopwatch
+from engine.runtime.requests import grammar as grammar_module
 from engine.servers.http.request_log import RequestRecord
 from engine.servers.ops.explain import causes_of
 from engine.servers.ops.requests import spans_of

@@ -6,13 +6,13 @@ import dataclasses
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.backends.custom.runtime.queue import (
+from engine.runtime.queue import (
     AGING_STEPS,
     GUESSED_TOKENS,
     MAX_REMEMBERED,
     WaitingLine,
 )
-from engine.backends.custom.runtime.sequence import Sequence
+from engine.runtime.sequence import Sequence
 from tests.toy_engine import ToyEngine
 
 BLANK = [f.name for f in dataclasses.fields(Sequence) if f.default is dataclasses.MISSING]

@@ -54,7 +54,7 @@ def test_only_those_who_compose_a_process_know_of_faults():
         if words and path != ENGINE / "core/faults.py":
             used[str(path.relative_to(ENGINE))] = words
     armed = ["from engine.core import faults", "faults.arm"]
-    assert used == {"cli/serve.py": armed, "backends/custom/worker/main.py": armed}
+    assert used == {"cli/serve.py": armed, "worker/main.py": armed}
 
 
 def test_what_was_wrapped_is_itself_again_when_the_plan_ends():

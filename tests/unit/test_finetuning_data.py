@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from engine.backends.custom.frontend.text_model import load_text
 from engine.core.errors import InvalidRequestError
 from engine.core.store.model_store import resolve_model
 from engine.finetuning.data import parse_example, read_examples
 from engine.finetuning.plan import Hyperparameters, decide
 from engine.finetuning.tokens import ExampleTokenizer
+from engine.frontend.text_model import load_text
 from tests.conftest import DEFAULT_MODEL
 
 USER = {"role": "user", "content": "Hi"}

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.backends.custom.architectures.base import ExpertsConfig
-from engine.backends.custom.frameworks.scoring import Scoring
+from engine.architectures.base import ExpertsConfig
+from engine.runners.scoring import Scoring
 
 RNG = np.random.default_rng(5)
 EPS = 1e-2  # large, so that a lost one shows
@@ -24,8 +24,8 @@ def values(*shape: int) -> np.ndarray:
 def jax_framework() -> SimpleNamespace:
     import jax.numpy as jnp
 
-    from engine.backends.custom.frameworks.jax.kernels.work import PerHead
-    from engine.backends.custom.frameworks.jax.layers.rotary import Rotation
+    from engine.jax.kernels.work import PerHead
+    from engine.jax.layers.rotary import Rotation
 
     def rotation(cos: np.ndarray, sin: np.ndarray) -> Rotation:
         return Rotation(jnp.array(cos)[:, None], jnp.array(sin)[:, None])
@@ -39,8 +39,8 @@ def jax_framework() -> SimpleNamespace:
 def tinygrad_framework() -> SimpleNamespace:
     from tinygrad import Tensor
 
-    from engine.backends.custom.frameworks.tinygrad.kernels.attention import PerHead
-    from engine.backends.custom.frameworks.tinygrad.layers.rotary import Rotation
+    from engine.tinygrad.kernels.attention import PerHead
+    from engine.tinygrad.layers.rotary import Rotation
 
     def array(given: np.ndarray) -> Tensor:
         return Tensor(given, device="CPU")
@@ -64,7 +64,7 @@ def framework(request: pytest.FixtureRequest) -> SimpleNamespace:
 
 
 def layer(framework: SimpleNamespace, module: str, name: str) -> Callable[..., Any]:
-    path = f"engine.backends.custom.frameworks.{framework.name}.layers.{module}"
+    path = f"engine.{framework.name}.layers.{module}"
     found: Callable[..., Any] = getattr(import_module(path), name)
     return found
 
@@ -279,15 +279,15 @@ def test_heads_are_cut_from_their_products_normed_and_turned(framework, qk_norm)
 
 
 def test_steps_are_padded_to_few_sizes():
-    from engine.backends.custom.frameworks.jax.execution.buckets import padded_rows
-    from engine.backends.custom.frameworks.tinygrad.execution.runner import padded_size
+    from engine.jax.execution.buckets import padded_rows
+    from engine.tinygrad.execution.runner import padded_size
 
     assert [padded_rows(count) for count in (1, 2, 3, 8, 9, 17)] == [2, 2, 8, 8, 16, 32]
     assert [padded_size(count) for count in (1, 2, 8, 9, 32, 33)] == [1, 8, 8, 32, 32, 128]
 
 
 def test_attention_items_cover_each_row_and_single_queries_come_first():
-    from engine.backends.custom.frameworks.jax.execution.buckets import attention_items
+    from engine.jax.execution.buckets import attention_items
 
     counts = np.array([5, 1, 4], np.int32)
     query_start = np.array([0, 5, 6, 10], np.int32)
@@ -305,7 +305,7 @@ def test_both_ways_to_run_experts_in_jax_give_each_token_its_own(sizes):
     """A run of tokens that ends at an expert's last token reaches into the next expert's tokens."""
     import jax.numpy as jnp
 
-    from engine.backends.custom.frameworks.jax.kernels.experts import (
+    from engine.jax.kernels.experts import (
         looped_experts,
         ragged_experts,
     )

@@ -6,27 +6,27 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from engine.backends.custom.architectures.base import ExpertsConfig, LayerConfig, ModelConfig
-from engine.backends.custom.frameworks.layout import ALIGNMENT, Layout
-from engine.backends.custom.frameworks.parameters import (
+from engine.architectures.base import ExpertsConfig, LayerConfig, ModelConfig
+from engine.core.errors import ConfigError, ModelFormatError
+from engine.runners.layout import ALIGNMENT, Layout
+from engine.runners.parameters import (
     check_decoder,
     parameter_tree,
     rope_factors,
 )
-from engine.backends.custom.frameworks.refusals import check_config
-from engine.backends.custom.frameworks.runs import cut
-from engine.backends.custom.frameworks.scoring import alibi_slopes
-from engine.backends.custom.frameworks.settings import (
+from engine.runners.refusals import check_config
+from engine.runners.runs import cut
+from engine.runners.scoring import alibi_slopes
+from engine.runners.settings import (
     KEEPS,
     PADS,
     settings_arrays,
     settings_sizes,
     settings_views,
 )
-from engine.backends.custom.runtime.model_runner import SAMPLE, SamplingInputs
-from engine.backends.custom.runtime.outputs import Sampled, step_output
-from engine.backends.custom.runtime.samplers.host_sampler import row_keys
-from engine.core.errors import ConfigError, ModelFormatError
+from engine.runtime.model_runner import SAMPLE, SamplingInputs
+from engine.runtime.outputs import Sampled, step_output
+from engine.runtime.samplers.host_sampler import row_keys
 from tests.parity.runner_driver import sampling_inputs
 
 NOBODY = 8

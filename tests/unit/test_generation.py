@@ -6,9 +6,6 @@ from typing import Any
 
 import pytest
 
-from engine.backends.custom.frontend import generation as generation_module
-from engine.backends.custom.frontend.generation import MAX_BACKLOG, Generation
-from engine.backends.custom.frontend.prompts import Prepared
 from engine.core.errors import EngineError, InferenceError, RequestTimeoutError, UnavailableError
 from engine.core.interfaces.backend import (
     FinishEvent,
@@ -23,6 +20,9 @@ from engine.core.interfaces.request import (
     TokenDelta,
     TokenLogprobs,
 )
+from engine.frontend import generation as generation_module
+from engine.frontend.generation import MAX_BACKLOG, Generation
+from engine.frontend.prompts import Prepared
 from tests.told_engine import ToldEngine
 from tests.toy_backend import TEXT  # token 0 is "a", token 1 is "b"
 

@@ -6,9 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.backends.custom.frontend.generation import Generation
-from engine.backends.custom.frontend.prompts import Prepared, _unfinished, truncated
-from engine.backends.custom.frontend.text_model import ChatFormat, TextModel
 from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.backend import (
     FinishEvent,
@@ -27,6 +24,9 @@ from engine.core.interfaces.request import (
 )
 from engine.core.parsing.output import OutputFormat
 from engine.core.text.tokenizer import RenderedPrompt
+from engine.frontend.generation import Generation
+from engine.frontend.prompts import Prepared, _unfinished, truncated
+from engine.frontend.text_model import ChatFormat, TextModel
 from tests.told_engine import ToldEngine
 
 # One character is one token.

@@ -6,9 +6,9 @@ import gguf
 import numpy as np
 import pytest
 
-from engine.backends.custom.weights.files import FileBytes
-from engine.backends.custom.weights.gguf import open_gguf
 from engine.core.errors import ModelError, ModelFormatError
+from engine.weights.files import FileBytes
+from engine.weights.gguf import open_gguf
 from tests.gguf_files import assemble, tensor
 
 VALUES = np.arange(96, dtype=np.float32).reshape(3, 32)

@@ -9,8 +9,8 @@ import gguf
 import numpy as np
 import pytest
 
-from engine.backends.custom.weights.model import open_model
 from engine.core.errors import ModelError, ModelFormatError
+from engine.weights.model import open_model
 from tests.gguf_files import Arrays, gguf_layout, random_weights, tiny_config, write_gguf
 
 

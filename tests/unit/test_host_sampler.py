@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.backends.custom.frameworks.torch.execution import sampler as torch_sampler
-from engine.backends.custom.frameworks.torch.execution.history import TokenHistory
-from engine.backends.custom.runtime.model_runner import SamplingInputs
-from engine.backends.custom.runtime.samplers.host_sampler import HostSampler, token_words
+from engine.runtime.model_runner import SamplingInputs
+from engine.runtime.samplers.host_sampler import HostSampler, token_words
+from engine.torch.execution import sampler as torch_sampler
+from engine.torch.execution.history import TokenHistory
 from tests.parity.runner_driver import sampling_inputs
 
 VOCAB = 67  # no multiple of 32 or of a vector register

@@ -74,14 +74,13 @@ def test_help_of_every_command_works_and_loads_no_framework() -> None:
 def test_an_engine_process_loads_nothing_of_its_frontend() -> None:
     frontend = (HEAVY - {"numpy"}) | {"asyncio", "jinja2", "psutil", "pydantic", "tokenizers"}
     frontend |= {"opentelemetry"}
-    frameworks = "engine.backends.custom.frameworks"
-    modules = f"engine.backends.custom.worker.main, {frameworks}.native.execution.build"
+    modules = "engine.worker.main, engine.native.execution.build"
     assert not loaded_by(f"import {modules}") & frontend
 
 
 def test_an_engine_process_loads_no_random_numbers() -> None:
     """Only examples of ops need numpy's, whose import takes 10 ms."""
-    build = "engine.backends.custom.frameworks.native.execution.build"
+    build = "engine.native.execution.build"
     code = f"import json, sys, {build}; print(json.dumps('numpy.random' in sys.modules))"
     assert run(code) is False
 
@@ -114,7 +113,7 @@ def test_a_frontend_starts_without_numpy_or_jinja2() -> None:
 
     routes = [f"engine.servers.{target.partition(':')[0]}" for target in EARLY]
     modules = ["engine.cli.serve", "engine.backends.custom.app", "engine.servers.run", *routes]
-    backends = "engine.backends.custom.frameworks.backends"
+    backends = "engine.backends.custom.frameworks"
     loaded = loaded_by(f"import {', '.join([*modules, backends])}")
     assert not loaded & {"numpy", "jinja2"}
 

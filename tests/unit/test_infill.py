@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.backends.custom.frontend.prompt_formats import FORMS, find_infill
+from engine.frontend.prompt_formats import FORMS, find_infill
 
 BOS = 1
 

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.backends.custom.runtime.requests.intake import Intake
 from engine.core.errors import InvalidRequestError, RateLimitError
 from engine.core.interfaces.request import AdapterRef, GenerateRequest, SamplingParams
+from engine.runtime.requests.intake import Intake
 from tests.toy_engine import ToyEngine
 from tests.toy_runner import VOCAB
 

@@ -8,7 +8,6 @@ import httpx
 import numpy as np
 import pytest
 
-from engine.backends.custom.runtime.interp.steps import make_probe
 from engine.core.config_storage import InterpSettings
 from engine.core.errors import (
     EngineError,
@@ -28,6 +27,7 @@ from engine.core.interp.vectors import VectorStore
 from engine.core.observability.metrics import Metrics
 from engine.core.tensor_file import FileTensor, StoredTensor, pack_tensors, unpack_tensors
 from engine.library.steering import read_vectors, tensors_of, write_gguf
+from engine.runtime.interp.steps import make_probe
 from engine.servers.app import create_app
 from engine.servers.interp.stored import MAX_RESULTS, SHARES, ResultStore
 from tests.fake_backend import MODEL, FakeBackend

@@ -6,9 +6,9 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from engine.backends.custom.ir.choice import attention_kernel, matmul_kernel
-from engine.backends.custom.ir.models.decoder import build_graph
-from engine.backends.custom.ir.plan import (
+from engine.ir.choice import attention_kernel, matmul_kernel
+from engine.ir.models.decoder import build_graph
+from engine.ir.plan import (
     AttentionStep,
     Capacity,
     ExecutionPlan,
@@ -18,7 +18,7 @@ from engine.backends.custom.ir.plan import (
     Precision,
     Split,
 )
-from engine.backends.custom.ir.planner import plan
+from engine.ir.planner import plan
 from tests.ir_driver import CONFIGS
 
 QUANTIZED = ("Q4", "Q4G16", "Q8", "Q8M", "Q8G16")

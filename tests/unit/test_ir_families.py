@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.backends.custom.architectures.base import (
+from engine.architectures.base import (
     EncoderConfig,
     ExpertsConfig,
     LatentConfig,
@@ -14,14 +14,14 @@ from engine.backends.custom.architectures.base import (
     ModelConfig,
     RopeConfig,
 )
-from engine.backends.custom.ir.execute import ReferenceBatch, State, run_graph, run_plan
-from engine.backends.custom.ir.graph import GraphError
-from engine.backends.custom.ir.models.decoder import build_graph
-from engine.backends.custom.ir.plan import Capacity, Machine
-from engine.backends.custom.ir.planner import plan
-from engine.backends.custom.ir.reference import F32
 from engine.core.errors import ModelFormatError
 from engine.core.registry.model_registry import architecture
+from engine.ir.execute import ReferenceBatch, State, run_graph, run_plan
+from engine.ir.graph import GraphError
+from engine.ir.models.decoder import build_graph
+from engine.ir.plan import Capacity, Machine
+from engine.ir.planner import plan
+from engine.ir.reference import F32
 from tests.ir_driver import CONFIGS, Driver, new_state, random_weights, text
 
 

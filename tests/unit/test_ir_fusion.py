@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from engine.backends.custom.architectures.base import ModelConfig
-from engine.backends.custom.ir import fusion
-from engine.backends.custom.ir.attributes import NoAttributes, Normalize
-from engine.backends.custom.ir.execute import ReferenceBatch, State, run_graph
-from engine.backends.custom.ir.graph import Graph, GraphBuilder, verify
-from engine.backends.custom.ir.models.decoder import build_graph
-from engine.backends.custom.ir.ops import OPS
-from engine.backends.custom.ir.reference import F32
+from engine.architectures.base import ModelConfig
+from engine.ir import fusion
+from engine.ir.attributes import NoAttributes, Normalize
+from engine.ir.execute import ReferenceBatch, State, run_graph
+from engine.ir.graph import Graph, GraphBuilder, verify
+from engine.ir.models.decoder import build_graph
+from engine.ir.ops import OPS
+from engine.ir.reference import F32
 from tests.ir_driver import CONFIGS, Driver, new_state, random_weights, text
 
 Pass = Callable[[Graph], Graph]

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from engine.backends.custom.architectures.base import ModelConfig
-from engine.backends.custom.ir.attributes import HeadNorm, NoAttributes, Normalize
-from engine.backends.custom.ir.graph import Graph, GraphBuilder, GraphError, Node, verify
-from engine.backends.custom.ir.models.decoder import build_graph
-from engine.backends.custom.ir.types import Value
+from engine.architectures.base import ModelConfig
+from engine.ir.attributes import HeadNorm, NoAttributes, Normalize
+from engine.ir.graph import Graph, GraphBuilder, GraphError, Node, verify
+from engine.ir.models.decoder import build_graph
+from engine.ir.types import Value
 from tests.ir_driver import CONFIGS, VOCAB
 
 BROKEN = "layers.1.mlp.down"

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from engine.backends.custom.ir import reference
-from engine.backends.custom.ir.attributes import attribute_fault
-from engine.backends.custom.ir.ops import OPS
-from engine.backends.custom.ir.types import Array, Counts, Example, Op, Tolerance, Value
+from engine.ir import reference
+from engine.ir.attributes import attribute_fault
+from engine.ir.ops import OPS
+from engine.ir.types import Array, Counts, Example, Op, Tolerance, Value
 
 KINDS = {"float32": "f32", "int32": "i32", "int64": "i64"}
 PROMISED = {

@@ -8,13 +8,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine.backends.custom.architectures.base import ModelConfig
-from engine.backends.custom.ir.cost import PlanCost
-from engine.backends.custom.ir.execute import ReferenceBatch, State, run_graph, run_plan
-from engine.backends.custom.ir.graph import Graph, GraphError
-from engine.backends.custom.ir.liveness import ArenaPlace, Life, assign_places, lives, touched
-from engine.backends.custom.ir.models.decoder import build_graph
-from engine.backends.custom.ir.plan import (
+from engine.architectures.base import ModelConfig
+from engine.ir.cost import PlanCost
+from engine.ir.execute import ReferenceBatch, State, run_graph, run_plan
+from engine.ir.graph import Graph, GraphError
+from engine.ir.liveness import ArenaPlace, Life, assign_places, lives, touched
+from engine.ir.models.decoder import build_graph
+from engine.ir.plan import (
     AttentionStep,
     Capacity,
     ExecutionPlan,
@@ -23,9 +23,9 @@ from engine.backends.custom.ir.plan import (
     Machine,
     RopeWriteStep,
 )
-from engine.backends.custom.ir.planner import plan, plan_cache, token_buckets
-from engine.backends.custom.ir.reference import F32
-from engine.backends.custom.ir.types import Counts
+from engine.ir.planner import plan, plan_cache, token_buckets
+from engine.ir.reference import F32
+from engine.ir.types import Counts
 from tests.ir_driver import CONFIGS, Driver, Forward, new_state, random_weights, text
 
 CAPACITY = Capacity(tokens=64, logits=64)

@@ -11,20 +11,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.backends.custom.frameworks.jax.execution import sampler as jax_sampler
-from engine.backends.custom.frameworks.jax.execution.sampler import IN_PROMPT, PER_OUTPUT
-from engine.backends.custom.frameworks.jax.execution.sampling_traits import (
+from engine.jax.execution import sampler as jax_sampler
+from engine.jax.execution.sampler import IN_PROMPT, PER_OUTPUT
+from engine.jax.execution.sampling_traits import (
     Traits,
     packed_settings,
     settings_layout,
     traits_of,
 )
-from engine.backends.custom.frameworks.settings import settings_views
-from engine.backends.custom.frameworks.torch.execution import sampler as torch_sampler
-from engine.backends.custom.frameworks.torch.execution.history import TokenHistory
-from engine.backends.custom.runtime.model_runner import SamplingInputs
-from engine.backends.custom.runtime.outputs import Sampled
-from engine.backends.custom.runtime.samplers.host_sampler import token_words
+from engine.runners.settings import settings_views
+from engine.runtime.model_runner import SamplingInputs
+from engine.runtime.outputs import Sampled
+from engine.runtime.samplers.host_sampler import token_words
+from engine.torch.execution import sampler as torch_sampler
+from engine.torch.execution.history import TokenHistory
 from tests.parity.runner_driver import sampling_inputs
 
 pytestmark = pytest.mark.seconds  # JAX compiles

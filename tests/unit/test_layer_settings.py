@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.backends.custom.architectures.base import ModelConfig
+from engine.architectures.base import ModelConfig
 from engine.core.errors import ModelFormatError
 from engine.core.registry.model_registry import architecture
 

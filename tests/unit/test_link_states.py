@@ -4,9 +4,6 @@ import asyncio
 
 import pytest
 
-from engine.backends.custom.frontend import downtime
-from engine.backends.custom.frontend import engine_link as link_module
-from engine.backends.custom.ipc.heartbeat import Vitals
 from engine.core.errors import (
     EngineError,
     ModelError,
@@ -23,6 +20,9 @@ from engine.core.interfaces.request import (
     TokenDelta,
 )
 from engine.core.interfaces.stats import EngineStats
+from engine.frontend import downtime
+from engine.frontend import engine_link as link_module
+from engine.ipc.heartbeat import Vitals
 from tests.scripted_link import HEALTHY, READY, Bench, record_pauses, settle
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import httpx
 import pytest
 
-from engine.backends.custom.runtime.insight.snapshot import WATCHED_S, SnapshotTaker
 from engine.core.errors import RateLimitError
 from engine.core.interfaces.request import Control, ControlReply
 from engine.core.interfaces.snapshot import MAX_NODES, MAX_WAITING, EngineSnapshot
 from engine.core.observability.metrics import Metrics
+from engine.runtime.insight.snapshot import WATCHED_S, SnapshotTaker
 from engine.servers.app import create_app
 from engine.servers.ops import live
 from engine.servers.ops.live import LiveView

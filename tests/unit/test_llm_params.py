@@ -6,9 +6,9 @@ import math
 import pytest
 
 from engine import SamplingParams
-from engine.backends.custom.frontend.prompts import check_params as check_against_model
 from engine.core.errors import ConfigError, InvalidRequestError
 from engine.core.interfaces import request
+from engine.frontend.prompts import check_params as check_against_model
 from engine.library.arguments import EngineArgs
 from engine.sampling_params import wire_params
 

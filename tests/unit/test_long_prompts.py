@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.backends.custom.runtime.queue import MAX_PASSED
+from engine.runtime.queue import MAX_PASSED
 from tests.toy_engine import ToyEngine
 
 

@@ -5,10 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from engine.backends.custom.frameworks.entry import framework_entry
-from engine.backends.custom.options import EngineOptions
-from engine.backends.custom.worker import memory as planning
-from engine.backends.custom.worker.memory import MemoryNeeds, cpu_device, plan_memory
 from engine.core.errors import ResourceError
 from engine.core.memory import (
     MAX_MARGIN,
@@ -21,6 +17,10 @@ from engine.core.memory import (
     separate_oom_kills,
 )
 from engine.core.sandbox.processes import offer_to_be_killed
+from engine.ipc.options import EngineOptions
+from engine.runners.entry import framework_entry
+from engine.worker import memory as planning
+from engine.worker.memory import MemoryNeeds, cpu_device, plan_memory
 
 GIB = 1024 * MIB
 UNLIMITED_V1 = 9223372036854771712

@@ -4,15 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from engine.backends.custom.architectures.base import LayerConfig, ModelConfig, RopeConfig
-from engine.backends.custom.frameworks.native.execution.allocation import (
+from engine.architectures.base import LayerConfig, ModelConfig, RopeConfig
+from engine.core.errors import ResourceError
+from engine.ipc.options import EngineOptions
+from engine.native.execution.allocation import (
     HUGE_PAGE_BYTES,
     on_huge_pages,
 )
-from engine.backends.custom.options import EngineOptions
-from engine.backends.custom.runtime.groups.windows import min_window_blocks
-from engine.backends.custom.runtime.model_runner import DeviceInfo
-from engine.backends.custom.worker.memory import (
+from engine.runtime.groups.windows import min_window_blocks
+from engine.runtime.model_runner import DeviceInfo
+from engine.worker.memory import (
     MIB,
     MIN_CONTEXT,
     WORKSPACE_BYTES,
@@ -23,8 +24,7 @@ from engine.backends.custom.worker.memory import (
     plan_memory,
     with_windows,
 )
-from engine.backends.custom.worker.training_room import training_bytes
-from engine.core.errors import ResourceError
+from engine.worker.training_room import training_bytes
 
 CONFIG = ModelConfig(
     family="llama",

@@ -12,9 +12,6 @@ from typing import Any
 import pytest
 
 import engine
-from engine.backends.custom.frontend.survival import OpenRequest, OpenRequests
-from engine.backends.custom.ipc import transport
-from engine.backends.custom.ipc.transport import FrameDecoder, SocketChannel, encode_frame
 from engine.core.errors import PayloadTooLargeError, UnavailableError
 from engine.core.interfaces.request import (
     Abort,
@@ -32,6 +29,9 @@ from engine.core.shards import link as link_module
 from engine.core.shards.frames import FrameError, decode_frame
 from engine.core.shards.frames import encode_frame as encode_shard
 from engine.core.shards.link import TcpLink
+from engine.frontend.survival import OpenRequest, OpenRequests
+from engine.ipc import transport
+from engine.ipc.transport import FrameDecoder, SocketChannel, encode_frame
 from engine.routing.nodes.agent import Session
 from engine.routing.nodes.wire import MAX_UNSENT_RESULT_BYTES
 from engine.servers.writers.exchange import Exchange
@@ -43,7 +43,7 @@ from tests.node_cluster import NoEngine, node, routed
 LIMIT = 50_000
 # Where lengths precede bytes, and why no sender of them can end the process that receives them.
 FRAMINGS = {
-    "backends/custom/ipc/transport.py": "encode_frame refuses",
+    "ipc/transport.py": "encode_frame refuses",
     "core/shards/link.py": "send refuses",
     "core/shards/frames.py": "the lengths are inside a frame",
     "core/shards/ring.py": "a frame is sent in pieces",
@@ -64,7 +64,7 @@ def request(name: str = "r", **fields: Any) -> GenerateRequest:
 def test_every_framing_is_known() -> None:
     root = Path(engine.__file__).parent
     framing = re.compile(r"\b(_?LENGTHS?|_BELL)\.pack\(|\bstruct\.pack\(|len\(\w+\)\.to_bytes\(")
-    processes = ("backends/custom/ipc", "routing", "servers", "core/shards", "plugins", "runtime")
+    processes = ("ipc", "routing", "servers", "core/shards", "plugins", "runtime")
     found = {
         str(path.relative_to(root))
         for path in root.rglob("*.py")

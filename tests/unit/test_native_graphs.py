@@ -6,15 +6,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.backends.custom.architectures.base import ExpertsConfig, ModelConfig, RopeConfig
-from engine.backends.custom.frameworks.native import machine
-from engine.backends.custom.frameworks.native.execution.build import build_runner
-from engine.backends.custom.frameworks.native.execution.runner import NativeRunner
-from engine.backends.custom.ir.execute import ReferenceBatch, State, run_graph
-from engine.backends.custom.ir.models.decoder import build_graph
-from engine.backends.custom.ir.reference import F32
-from engine.backends.custom.runtime.model_runner import RunnerConfig
-from engine.backends.custom.weights.model import ModelSource
+from engine.architectures.base import ExpertsConfig, ModelConfig, RopeConfig
+from engine.ir.execute import ReferenceBatch, State, run_graph
+from engine.ir.models.decoder import build_graph
+from engine.ir.reference import F32
+from engine.native import machine
+from engine.native.execution.build import build_runner
+from engine.native.execution.runner import NativeRunner
+from engine.runtime.model_runner import RunnerConfig
+from engine.weights.model import ModelSource
 from tests.ir_driver import CONFIGS, Driver, new_state, random_weights, text
 from tests.memory_models import memory_source
 from tests.parity.runner_driver import RunnerDriver, Track

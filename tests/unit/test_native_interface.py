@@ -7,8 +7,8 @@ from types import ModuleType
 
 import pytest
 
-from engine.backends.custom.frameworks.native import compiled
 from engine.core.errors import ConfigError
+from engine.native import compiled
 
 ROOT = Path(__file__).parents[2]
 

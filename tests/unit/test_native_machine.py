@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.backends.custom.frameworks.native import compiled, machine
-from engine.backends.custom.frameworks.native.execution import build
-from engine.backends.custom.frameworks.native.machine import Core, Placement
 from engine.core.errors import ConfigError
+from engine.native import compiled, machine
+from engine.native.execution import build
+from engine.native.machine import Core, Placement
 
 MASK = {0, 1, 2, 3, 8, 9, 10, 11, 12}
 

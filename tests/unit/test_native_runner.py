@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from engine.backends.custom.frameworks.native.execution.runner import NativeRunner
-from engine.backends.custom.runtime.model_runner import FROM_DEVICE, SAMPLE, RunnerSpec
+from engine.native.execution.runner import NativeRunner
+from engine.runtime.model_runner import FROM_DEVICE, SAMPLE, RunnerSpec
 from tests.parity.runner_driver import sampling_inputs
 
 SPEC = RunnerSpec(16, 8, 4, 64, 10, 0)

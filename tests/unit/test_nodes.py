@@ -10,7 +10,6 @@ import msgspec
 import pytest
 from msgspec import structs
 
-from engine.backends.custom.ipc.transport import encode_frame
 from engine.core.errors import AuthenticationError, ConflictError, EngineError, UnavailableError
 from engine.core.interfaces.request import (
     AdapterRef,
@@ -24,6 +23,7 @@ from engine.core.interfaces.request import (
 )
 from engine.core.interfaces.stats import EngineStats
 from engine.core.prefix_hashes import prompt_hashes
+from engine.ipc.transport import encode_frame
 from engine.routing.nodes import agent as agent_module
 from engine.routing.nodes import manager as manager_module
 from engine.routing.nodes import node as node_module

@@ -4,16 +4,16 @@ import random
 
 import pytest
 
-from engine.backends.custom.runtime import pacing as even_steps
-from engine.backends.custom.runtime.budget import StepBudget
-from engine.backends.custom.runtime.pacing import (
+from engine.runtime import pacing as even_steps
+from engine.runtime.budget import StepBudget
+from engine.runtime.pacing import (
     FIRST_CREDIT,
     LONG_GAPS,
     MAX_PAUSE_S,
     Pacing,
     StepPlan,
 )
-from engine.backends.custom.runtime.roster import Demand
+from engine.runtime.roster import Demand
 from tests.toy_engine import ToyEngine
 
 LARGEST, MAX_SLOTS = 8192, 1024

@@ -13,19 +13,19 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engine.backends.custom.weights.model import ModelSource, open_model
+from engine.weights.model import ModelSource, open_model
 from tests.native.conftest import load_native
 from tests.packed_models import content, load, make_model, plan_of
 
-sys.modules.setdefault("engine.backends.custom.frameworks.native._native", load_native())
+sys.modules.setdefault("engine.native._native", load_native())
 
-from engine.backends.custom.frameworks.native.weights import (  # noqa: E402
+from engine.native.weights import (  # noqa: E402
     cache,
     loading,
     packed_file,
 )
-from engine.backends.custom.frameworks.native.weights.cache import PackedCache  # noqa: E402
-from engine.backends.custom.frameworks.native.weights.loading import (  # noqa: E402
+from engine.native.weights.cache import PackedCache  # noqa: E402
+from engine.native.weights.loading import (  # noqa: E402
     load_weights,
 )
 

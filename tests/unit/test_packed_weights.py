@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engine.backends.custom.ir.plan import PackedMatrix
-from engine.backends.custom.weights.model import open_model
 from engine.core.errors import ModelFormatError
+from engine.ir.plan import PackedMatrix
+from engine.weights.model import open_model
 from tests.gguf_files import gguf_layout, random_weights, tiny_config, write_gguf
 from tests.native.conftest import load_native
 from tests.native.test_repack import decode
 from tests.packed_models import in_rows, load, make_model, plan_of
 
-sys.modules.setdefault("engine.backends.custom.frameworks.native._native", load_native())
+sys.modules.setdefault("engine.native._native", load_native())
 
-from engine.backends.custom.frameworks.native.weights.cache import PackedCache  # noqa: E402
-from engine.backends.custom.frameworks.native.weights.loading import (  # noqa: E402
+from engine.native.weights.cache import PackedCache  # noqa: E402
+from engine.native.weights.loading import (  # noqa: E402
     load_weights,
 )
 
@@ -85,7 +85,7 @@ def test_the_models_pages_are_let_go(model: Path, store: PackedCache) -> None:
 
 
 def test_progress_ends_at_the_total(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.backends.custom.frameworks.native.weights.loading._BATCH_BYTES", 1)
+    monkeypatch.setattr("engine.native.weights.loading._BATCH_BYTES", 1)
     calls: list[tuple[int, int]] = []
     weights = load(model, None, progress=lambda done, total: calls.append((done, total)))
     total = sum(matrix.data.size for matrix in weights.matrices.values())

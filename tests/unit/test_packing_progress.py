@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from engine.backends.custom.frameworks.native.weights import progress
-from engine.backends.custom.frameworks.native.weights.progress import PackingProgress
+from engine.native.weights import progress
+from engine.native.weights.progress import PackingProgress
 
 
 class Terminal(io.StringIO):

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from engine.backends.custom.runtime.tiers import peers
-from engine.backends.custom.runtime.tiers.base import PeerError
-from engine.backends.custom.runtime.tiers.block_server import BlockServer
-from engine.backends.custom.runtime.tiers.host import HostTier
-from engine.backends.custom.runtime.tiers.peers import PeerTier
 from engine.core.interfaces.handover import BlockSource, Handover, Prefilled
 from engine.core.shards import doorway
 from engine.core.shards import link as link_module
 from engine.routing.nodes.make import certificate_digest
+from engine.runtime.tiers import peers
+from engine.runtime.tiers.base import PeerError
+from engine.runtime.tiers.block_server import BlockServer
+from engine.runtime.tiers.host import HostTier
+from engine.runtime.tiers.peers import PeerTier
 from tests.toy_engine import ToyEngine
 from tests.toy_tiers import tiered_engine
 

@@ -4,7 +4,7 @@ import gc
 
 import numpy as np
 
-from engine.backends.custom.frameworks.torch.execution import blocks
+from engine.torch.execution import blocks
 
 
 def test_a_row_is_used_again_when_nobody_refers_to_it(monkeypatch) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from engine.backends.custom.frontend import survival
 from engine.core.errors import UnavailableError
 from engine.core.interfaces.handover import BlockSource
 from engine.core.interfaces.request import (
@@ -21,6 +20,7 @@ from engine.core.interfaces.request import (
 )
 from engine.core.interfaces.stats import EngineStats, TierStats
 from engine.core.prefix_hashes import prompt_hashes
+from engine.frontend import survival
 from engine.routing.nodes import prefill
 from engine.routing.nodes.pool import NodePool
 from engine.routing.nodes.pooled import PooledEngine

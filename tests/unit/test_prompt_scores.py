@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from engine.backends.custom.runtime.samplers import prompt_logprobs as prompt_logprobs_module
+from engine.runtime.samplers import prompt_logprobs as prompt_logprobs_module
 from tests.toy_engine import ToyEngine
 from tests.toy_runner import VOCAB, prompt_logits, prompt_logprobs
 

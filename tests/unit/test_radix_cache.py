@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from engine.backends.custom.runtime.block_pool import BlockPool
-from engine.backends.custom.runtime.radix_cache import RadixCache
-from engine.backends.custom.runtime.sequence import packed
+from engine.runtime.block_pool import BlockPool
+from engine.runtime.radix_cache import RadixCache
+from engine.runtime.sequence import packed
 
 SIZE = 2
 

@@ -7,11 +7,11 @@ from typing import Any
 import httpx
 import pytest
 
-from engine.backends.custom.frontend.survival import MAX_LEFT, OpenRequests
 from engine.core.interfaces.notes import RequestNotes
 from engine.core.interfaces.request import TokenDelta
 from engine.core.key_file import add_key
 from engine.core.observability.metrics import Metrics
+from engine.frontend.survival import MAX_LEFT, OpenRequests
 from engine.servers.app import create_app
 from tests.fake_backend import FakeBackend
 from tests.live_server import chat, live_server, make_settings

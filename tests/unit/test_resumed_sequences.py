@@ -2,8 +2,8 @@
 
 from msgspec.structs import replace
 
-from engine.backends.custom.runtime.budget import StepBudget
 from engine.core.interfaces.request import Resumed
+from engine.runtime.budget import StepBudget
 from tests.toy_engine import ToyEngine
 
 PROMPTS = [tuple(range(3, 15)), tuple(range(4, 16)), tuple(range(5, 17))]

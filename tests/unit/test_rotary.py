@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from engine.backends.custom.architectures.base import RopeConfig
-from engine.backends.custom.ir.rotary import rope_frequencies, rotary_tables
+from engine.architectures.base import RopeConfig
 from engine.core.errors import ModelFormatError
+from engine.ir.rotary import rope_frequencies, rotary_tables
 
 DIM, THETA = 32, 10_000.0
 PLAIN = THETA ** (-np.arange(0, DIM, 2) / DIM)

@@ -7,10 +7,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from engine.backends.custom.base_custom import CustomBackend
-from engine.backends.custom.options import EngineOptions
 from engine.core.config import load_settings
 from engine.core.config_tables import read_tables
 from engine.core.errors import ConfigError
+from engine.ipc.options import EngineOptions
 from engine.routing.build import build_router
 from engine.routing.on_demand import OnDemand
 from engine.routing.router import Router
@@ -32,7 +32,7 @@ def options_of(router: Router) -> list[EngineOptions]:
 def test_replicas_are_numbered_and_share_the_cores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    machine = "engine.backends.custom.frameworks.native.machine"
+    machine = "engine.native.machine"
     monkeypatch.setattr(f"{machine}.default_threads", lambda: 8)
     router = build(
         tmp_path, GOOD + "replicas = 3\n[backends.one]\nkind='native'\nbackend_args={threads=5}\n"

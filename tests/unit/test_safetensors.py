@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.backends.custom.weights.files import FileBytes
-from engine.backends.custom.weights.model import open_model
-from engine.backends.custom.weights.safetensors import open_safetensors
 from engine.core.errors import ModelFormatError
+from engine.weights.files import FileBytes
+from engine.weights.model import open_model
+from engine.weights.safetensors import open_safetensors
 from tests.gguf_files import Arrays, random_weights, tiny_config
 from tests.safetensors_files import file_bytes, hf_layout, write_model
 

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from engine.backends.custom.runtime import loop
-from engine.backends.custom.runtime.queue import AGING_STEPS, WaitingLine
-from engine.backends.custom.runtime.sequence import MAX_PREEMPTIONS, Sequence
 from engine.core.interfaces.request import Abort
+from engine.runtime import loop
+from engine.runtime.queue import AGING_STEPS, WaitingLine
+from engine.runtime.sequence import MAX_PREEMPTIONS, Sequence
 from tests.toy_engine import ToyEngine
 
 

@@ -6,11 +6,11 @@ import time
 import numpy as np
 import pytest
 
-from engine.backends.custom.runtime.requests import grammar as grammar_module
-from engine.backends.custom.runtime.requests.grammar import Grammars
-from engine.backends.custom.runtime.samplers import prompt_logprobs as prompt_logprobs_module
 from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.request import Abort, Stop
+from engine.runtime.requests import grammar as grammar_module
+from engine.runtime.requests.grammar import Grammars
+from engine.runtime.samplers import prompt_logprobs as prompt_logprobs_module
 from tests.toy_engine import ToyEngine
 from tests.toy_grammar import END, PatientGrammars, lark, text_of, vocabulary
 from tests.toy_runner import prompt_logits, prompt_logprobs

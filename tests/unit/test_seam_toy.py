@@ -7,8 +7,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from engine.backends.custom.runtime.sequence import packed
 from engine.core.interfaces.request import Abort, Control, Stats
+from engine.runtime.sequence import packed
 from tests.toy_engine import ToyEngine
 from tests.toy_runner import CRASH_TOKEN, NAN_TOKEN, VOCAB
 

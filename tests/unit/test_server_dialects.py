@@ -14,13 +14,13 @@ import pytest
 from fastapi import FastAPI
 
 from engine.backends.beam_search import BeamRules, BeamSearch
-from engine.backends.custom.frontend.prompts import with_text_bias
 from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.backend import (
     ChatRequest,
     CompletionRequest,
 )
 from engine.core.observability.metrics import Metrics
+from engine.frontend.prompts import with_text_bias
 from engine.servers.app import create_app
 from engine.servers.openai.capabilities import TRANSLATING, verdict_in
 from engine.servers.openai.schema import ChatBody, CompletionBody, GenerateBody

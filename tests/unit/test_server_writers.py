@@ -12,12 +12,12 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from engine.backends.custom.frontend import vigil
 from engine.core.config import check_references
 from engine.core.config_schema import ServerSettings
 from engine.core.errors import ConfigError
 from engine.core.listening import address_of, bind_socket
 from engine.core.sandbox import processes
+from engine.frontend import vigil
 from engine.servers import run
 from engine.servers.run import num_frontends
 from engine.servers.writers import pool, writer

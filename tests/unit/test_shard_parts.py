@@ -9,22 +9,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.backends.custom.architectures.tensors import TensorSpec, Transform
-from engine.backends.custom.frameworks.torch.execution.distributed.cut import (
-    cut,
-    cut_experts,
-    zeros,
-)
-from engine.backends.custom.weights.lazy_tensor import LazyTensor
-from engine.backends.custom.weights.quantize import quantize
-from engine.backends.custom.weights.quants import dequantize, traits_of
-from engine.backends.custom.weights.weight import Weight
+from engine.architectures.tensors import TensorSpec, Transform
 from engine.core.build_name import ADVICE
 from engine.core.errors import ConfigError, EngineError
 from engine.core.shards.frames import FrameError, decode_frame, encode_frame
 from engine.core.shards.layout import ShardLayout, kv_heads_of, share
 from engine.core.shards.link import TcpLink, read_token, split_address
 from engine.core.shards.ring import RingClosedError, RingReader, RingWriter, ring_file
+from engine.torch.execution.distributed.cut import (
+    cut,
+    cut_experts,
+    zeros,
+)
+from engine.weights.lazy_tensor import LazyTensor
+from engine.weights.quantize import quantize
+from engine.weights.quants import dequantize, traits_of
+from engine.weights.weight import Weight
 
 BUILD = "0.1.0+1234abcd"
 

@@ -7,18 +7,18 @@ from dataclasses import replace
 
 import pytest
 
-from engine.backends.custom.runtime.budget import MAX_STRETCH, TARGET_STEP_S, StepBudget
-from engine.backends.custom.runtime.sequence import packed
-from engine.backends.custom.runtime.speculation import lookup
-from engine.backends.custom.runtime.speculation.drafts import fair_shares, speculates
-from engine.backends.custom.runtime.speculation.lookup import (
+from engine.core.errors import ConfigError
+from engine.runtime.budget import MAX_STRETCH, TARGET_STEP_S, StepBudget
+from engine.runtime.sequence import packed
+from engine.runtime.speculation import lookup
+from engine.runtime.speculation.drafts import fair_shares, speculates
+from engine.runtime.speculation.lookup import (
     MAX_MATCH,
     Drafter,
     Odds,
     cached_rest,
     longest_match,
 )
-from engine.core.errors import ConfigError
 from tests.toy_engine import ToyEngine
 from tests.toy_grammar import END, PatientGrammars, lark
 from tests.toy_runner import NAN_TOKEN

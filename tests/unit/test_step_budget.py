@@ -6,14 +6,14 @@ import random
 
 import pytest
 
-from engine.backends.custom.runtime.budget import (
+from engine.runtime.budget import (
     FIXED_TOKENS,
     PROMPT_MEMORY,
     TARGET_STEP_S,
     CostLine,
     StepBudget,
 )
-from engine.backends.custom.runtime.model_runner import PROMPT_TOKENS
+from engine.runtime.model_runner import PROMPT_TOKENS
 
 MAX_TOKENS, MAX_SLOTS = 2048, 64
 

@@ -21,11 +21,26 @@ MAX_FOLDER_FILES = 19
 # A module may import rooms of its own rank or lower. The composition roots stand on top.
 RANKS = {
     "engine.core": 0,
+    "engine.adapters": 1,
+    "engine.architectures": 1,
     "engine.backends": 1,
     "engine.compare": 1,
     "engine.conformance": 1,
+    "engine.conversion": 1,
     "engine.evaluation": 1,
     "engine.finetuning": 1,
+    "engine.frontend": 1,
+    "engine.ipc": 1,
+    "engine.ir": 1,
+    "engine.jax": 1,
+    "engine.native": 1,
+    "engine.runners": 1,
+    "engine.runtime": 1,
+    "engine.tinygrad": 1,
+    "engine.tools": 1,
+    "engine.torch": 1,
+    "engine.weights": 1,
+    "engine.worker": 1,
     "engine.plugins": 2,
     "engine.routing": 2,
     "engine.servers": 3,
@@ -38,70 +53,70 @@ RANKS = {
     "engine.scripts": 4,
 }
 # Where a tensor library, or a library that loads one, may be imported.
-FRAMEWORKS_FOLDER = "engine.backends.custom.frameworks"
+FRAMEWORKS = ("native", "torch", "jax", "tinygrad")
 WORKSHOP = "engine.scripts.dev"
 FRAMEWORK_HOMES = {
     "accelerate": ("engine.backends.transformers",),
-    "flax": (f"{FRAMEWORKS_FOLDER}.jax",),
-    "jax": (f"{FRAMEWORKS_FOLDER}.jax",),
+    "flax": ("engine.jax",),
+    "jax": ("engine.jax",),
     "sglang": (),
     "tensorflow": (),
-    "tinygrad": (f"{FRAMEWORKS_FOLDER}.tinygrad",),
+    "tinygrad": ("engine.tinygrad",),
     "torch": (
-        f"{FRAMEWORKS_FOLDER}.torch",
+        "engine.torch",
         "engine.backends.transformers",
         "engine.finetuning",
         WORKSHOP,
     ),
     "transformers": ("engine.backends.transformers", WORKSHOP),
-    "triton": (f"{FRAMEWORKS_FOLDER}.torch",),
+    "triton": ("engine.torch",),
     "vllm": (),
 }
 # Rooms of one process, or of none, and what of the package they may import. A frontend never runs
 # the scheduler, and an engine process never formats an answer.
 SHARED_ROOMS = {
-    "engine.backends.custom.runtime": (
+    "engine.runtime": (
         "engine.core",
-        "engine.backends.custom.architectures.base",  # data about the model, for interpretability
-        "engine.backends.custom.architectures.sites",
-        "engine.backends.custom.ipc",
-        "engine.backends.custom.runtime",
+        "engine.architectures.base",  # data about the model, for interpretability
+        "engine.architectures.sites",
+        "engine.ipc",
+        "engine.runtime",
     ),
-    "engine.backends.custom.ipc": ("engine.core", "engine.backends.custom.ipc"),
-    "engine.backends.custom.frontend": (
+    "engine.ipc": ("engine.core", "engine.ipc"),
+    "engine.frontend": (
         "engine.core",
         "engine.backends.base",
         "engine.backends.process",
-        "engine.backends.custom.architectures.base",
-        "engine.backends.custom.architectures.vision",  # settings of the image preprocessing
-        "engine.backends.custom.frontend",
-        "engine.backends.custom.ipc",
+        "engine.architectures.base",
+        "engine.architectures.vision",  # settings of the image preprocessing
+        "engine.frontend",
+        "engine.ipc",
         # A vocabulary's type, for an engine in a thread.
-        "engine.backends.custom.runtime.requests.grammar",
-        "engine.backends.custom.weights.model",
+        "engine.runtime.requests.grammar",
+        "engine.weights.model",
     ),
-    "engine.backends.custom.worker": (
+    "engine.worker": (
         "engine.core",
-        "engine.backends.custom.adapters",
-        "engine.backends.custom.architectures",
-        "engine.backends.custom.frameworks.entry",
-        "engine.backends.custom.frontend.text_cache",  # the same, if it was read before
-        "engine.backends.custom.frontend.text_model",  # the tokenizer, which grammars need
-        "engine.backends.custom.ipc",
-        "engine.backends.custom.options",
-        "engine.backends.custom.runtime",
-        "engine.backends.custom.weights",
-        "engine.backends.custom.worker",
+        "engine.adapters",
+        "engine.architectures",
+        "engine.runners.entry",
+        "engine.frontend.text_cache",  # the same, if it was read before
+        "engine.frontend.text_model",  # the tokenizer, which grammars need
+        "engine.ipc",
+        "engine.ipc.options",
+        "engine.runtime",
+        "engine.weights",
+        "engine.worker",
     ),
-    "engine.backends.custom.architectures": (
+    "engine.architectures": (
         "engine.core",
-        "engine.backends.custom.architectures",
-        "engine.backends.custom.weights.lazy_tensor",
+        "engine.architectures",
+        "engine.weights.lazy_tensor",
     ),
-    "engine.backends.custom.ir": (
+    "engine.ir": (
         "engine.core",
-        "engine.backends.custom.architectures",
-        "engine.backends.custom.ir",
+        "engine.architectures",
+        "engine.ir",
     ),
 }
 BANNED_MODULES = frozenset(
@@ -122,17 +137,17 @@ CUDA_ONLY = frozenset(
         *("gdc_launch_dependents", "gdc_wait", "libdevice", "pynvml"),
     }
 )
-TORCH = "engine.backends.custom.frameworks.torch"
+TORCH = "engine.torch"
 CUDA_HOMES = (f"{TORCH}.device", f"{TORCH}.kernels.cuda", f"{TORCH}.kernels.triton.assembly")
 # Wall-clock time is for what people read; durations use time.monotonic.
 TIMESTAMP_MODULES = frozenset(
     {
         "engine.backends.custom.base_custom",
-        "engine.backends.custom.frameworks.native.weights.cache",
-        "engine.backends.custom.frontend.adapters",
-        "engine.backends.custom.runtime.tiers.base",
-        "engine.backends.custom.runtime.tiers.disk",
-        "engine.backends.custom.runtime.tiers.redis_tier",
+        "engine.native.weights.cache",
+        "engine.frontend.adapters",
+        "engine.runtime.tiers.base",
+        "engine.runtime.tiers.disk",
+        "engine.runtime.tiers.redis_tier",
         "engine.core.observability.otel",
         "engine.plugins.audit_log",
         "engine.routing.decisions",
@@ -200,7 +215,7 @@ def test_frameworks_stay_in_their_rooms() -> None:
 @pytest.mark.parametrize(("name", "most"), [("jax", 1900), ("tinygrad", 1400)])
 def test_small_frameworks_stay_small(name: str, most: int) -> None:
     """What a second framework would need too belongs beside their folders."""
-    room = f"{FRAMEWORKS_FOLDER}.{name}"
+    room = f"engine.{name}"
     found = [source for source in sources() if is_within(source.module, room)]
     assert 0 < sum(map(num_code_lines, found)) < most
 
@@ -220,11 +235,7 @@ def num_code_lines(source: Source) -> int:
 
 def test_frameworks_do_not_import_each_other() -> None:
     def name(module: str) -> str | None:
-        if not module.startswith(FRAMEWORKS_FOLDER + "."):
-            return None
-        first = module.removeprefix(FRAMEWORKS_FOLDER + ".").split(".")[0]
-        # Modules beside the frameworks' folders are what several of them share.
-        return first if (ROOT / FRAMEWORKS_FOLDER.replace(".", "/") / first).is_dir() else None
+        return next((each for each in FRAMEWORKS if is_within(module, f"engine.{each}")), None)
 
     wrong = [
         f"{source.at(node)} imports {target}"
@@ -336,7 +347,7 @@ def test_the_device_is_waited_for_in_one_place() -> None:
     """In frameworks, only `PendingTokens.wait` and `logits` may read values from the device."""
     wrong = []
     for source in sources():
-        if not is_within(source.module, FRAMEWORKS_FOLDER):
+        if not any(is_within(source.module, f"engine.{each}") for each in FRAMEWORKS):
             continue
         allowed = {
             id(inner)

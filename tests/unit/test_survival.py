@@ -4,8 +4,6 @@ import asyncio
 
 import pytest
 
-from engine.backends.custom.frontend import survival
-from engine.backends.custom.ipc.heartbeat import Vitals
 from engine.core.errors import (
     EngineError,
     InferenceError,
@@ -19,6 +17,8 @@ from engine.core.interfaces.request import (
     SamplingParams,
     TokenDelta,
 )
+from engine.frontend import survival
+from engine.ipc.heartbeat import Vitals
 from tests.scripted_link import READY, Bench, record_pauses, settle
 
 

@@ -10,12 +10,12 @@ import msgspec
 import pytest
 
 from engine.backends.custom.engine_settings import EXAMINER
-from engine.backends.custom.frontend import text_cache
-from engine.backends.custom.frontend.text_cache import TextCache, cache_directory, keep_text, key_of
-from engine.backends.custom.frontend.text_model import TextModel, load_text
-from engine.backends.custom.weights import model as weights_model
 from engine.core.errors import ModelFormatError
 from engine.core.sandbox.examination import Examination, examine
+from engine.frontend import text_cache
+from engine.frontend.text_cache import TextCache, cache_directory, keep_text, key_of
+from engine.frontend.text_model import TextModel, load_text
+from engine.weights import model as weights_model
 from tests.gguf_files import gguf_layout, random_weights, tiny_config, write_gguf
 from tests.tokenizer_files import byte_level_metadata, sentencepiece_metadata
 

@@ -6,15 +6,15 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
-from engine.backends.custom.runtime.tiers import health, kv_tiers
-from engine.backends.custom.runtime.tiers import mover as mover_module
-from engine.backends.custom.runtime.tiers.disk import DiskTier
-from engine.backends.custom.runtime.tiers.health import WatchedTier
-from engine.backends.custom.runtime.tiers.host import HostTier
-from engine.backends.custom.runtime.tiers.mover import Mover
 from engine.core import faults
 from engine.core.faults import Fault
 from engine.core.interfaces.request import UNSHARED, Abort
+from engine.runtime.tiers import health, kv_tiers
+from engine.runtime.tiers import mover as mover_module
+from engine.runtime.tiers.disk import DiskTier
+from engine.runtime.tiers.health import WatchedTier
+from engine.runtime.tiers.host import HostTier
+from engine.runtime.tiers.mover import Mover
 from tests.toy_engine import ToyEngine
 from tests.toy_tiers import InlineMover, tiered_engine
 

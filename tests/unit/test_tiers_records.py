@@ -12,11 +12,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from engine.backends.custom.runtime.sequence import packed
-from engine.backends.custom.runtime.tiers import disk
-from engine.backends.custom.runtime.tiers.base import BoundedIndex, Loaded, Record, Wanted
-from engine.backends.custom.runtime.tiers.disk import DiskTier
-from engine.backends.custom.runtime.tiers.record import (
+from engine.runtime.sequence import packed
+from engine.runtime.tiers import disk
+from engine.runtime.tiers.base import BoundedIndex, Loaded, Record, Wanted
+from engine.runtime.tiers.disk import DiskTier
+from engine.runtime.tiers.record import (
     LAYOUT_VERSION,
     PIECE_BYTES,
     Place,
@@ -25,7 +25,7 @@ from engine.backends.custom.runtime.tiers.record import (
     identity_of,
     root_key,
 )
-from engine.backends.custom.worker import tiers as worker_tiers
+from engine.worker import tiers as worker_tiers
 
 OURS = identity_of(("model", "bfloat16"))
 SHAPES = {

@@ -9,15 +9,15 @@ from collections.abc import Iterator
 import pytest
 import redis
 
-from engine.backends.custom.runtime.tiers.mover import Mover
-from engine.backends.custom.runtime.tiers.redis_tier import (
+from engine.core.errors import ConfigError
+from engine.runtime.tiers.mover import Mover
+from engine.runtime.tiers.redis_tier import (
     INDEX,
     PREFIX,
     TOTAL,
     RedisTier,
     connect,
 )
-from engine.core.errors import ConfigError
 from tests.redis_server import PROGRAM, RedisServer
 from tests.toy_tiers import tiered_engine
 from tests.unit.test_tiers import PROMPT, answer

@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-import engine.backends.custom.frameworks.torch as framework
-from engine.backends.custom.architectures.base import (
+import engine.torch as framework
+from engine.architectures.base import (
     ExpertsConfig,
     LatentConfig,
     ModelConfig,
     RopeConfig,
 )
-from engine.backends.custom.architectures.hybrids.states import StateConfig
-from engine.backends.custom.frameworks.torch.execution.build import build_runner
-from engine.backends.custom.frameworks.torch.invariance import check_invariant
-from engine.backends.custom.runtime.model_runner import RunnerConfig
+from engine.architectures.hybrids.states import StateConfig
 from engine.core.errors import ConfigError, ModelFormatError
+from engine.runtime.model_runner import RunnerConfig
+from engine.torch.execution.build import build_runner
+from engine.torch.invariance import check_invariant
 from tests.parity.runner_driver import RunnerDriver
 
 MODEL = ModelConfig(

@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from engine.backends.custom.frameworks.torch.execution import sampler
-from engine.backends.custom.frameworks.torch.execution.gumbel import gumbel
-from engine.backends.custom.frameworks.torch.execution.history import TokenHistory
-from engine.backends.custom.runtime.model_runner import SamplingInputs
-from engine.backends.custom.runtime.samplers.host_sampler import row_keys, token_words
+from engine.runtime.model_runner import SamplingInputs
+from engine.runtime.samplers.host_sampler import row_keys, token_words
+from engine.torch.execution import sampler
+from engine.torch.execution.gumbel import gumbel
+from engine.torch.execution.history import TokenHistory
 from tests.parity.runner_driver import sampling_inputs
 
 VOCAB = 67  # no multiple of 32 or of a vector register

@@ -13,14 +13,14 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from engine.backends.custom.frameworks.torch import warming
-from engine.backends.custom.frameworks.torch.compiling import compiling_ahead
-from engine.backends.custom.frameworks.torch.execution import step_sizes
-from engine.backends.custom.frameworks.torch.execution.device_sampler import Kind
-from engine.backends.custom.frameworks.torch.execution.step_sizes import Size, all_sizes, row_sizes
-from engine.backends.custom.frameworks.torch.models import upload
-from engine.backends.custom.runtime.model_runner import BatchInputs, RunnerSpec
-from engine.backends.custom.weights.model import open_model
+from engine.runtime.model_runner import BatchInputs, RunnerSpec
+from engine.torch import warming
+from engine.torch.compiling import compiling_ahead
+from engine.torch.execution import step_sizes
+from engine.torch.execution.device_sampler import Kind
+from engine.torch.execution.step_sizes import Size, all_sizes, row_sizes
+from engine.torch.models import upload
+from engine.weights.model import open_model
 from tests.parity import tiny_models
 
 CPU = torch.device("cpu")

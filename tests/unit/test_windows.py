@@ -6,14 +6,14 @@ import random
 
 import pytest
 
-from engine.backends.custom.runtime.block_pool import BlockPool
-from engine.backends.custom.runtime.groups.side_column import SideColumn, resumable
-from engine.backends.custom.runtime.groups.windows import min_window_blocks
-from engine.backends.custom.runtime.model_runner import NULL_BLOCK
-from engine.backends.custom.runtime.radix_cache import RadixCache
-from engine.backends.custom.runtime.sequence import MAX_PREEMPTIONS, packed
 from engine.core import faults
 from engine.core.faults import Fault
+from engine.runtime.block_pool import BlockPool
+from engine.runtime.groups.side_column import SideColumn, resumable
+from engine.runtime.groups.windows import min_window_blocks
+from engine.runtime.model_runner import NULL_BLOCK
+from engine.runtime.radix_cache import RadixCache
+from engine.runtime.sequence import MAX_PREEMPTIONS, packed
 from tests.toy_engine import ToyEngine
 
 PROMPT = tuple(range(1, 13))

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from engine.backends.base import InferenceBackend
 from engine.backends.custom.base_custom import CustomBackend
 from engine.backends.custom.engine_settings import backend_name, engine_options, preset_of
-from engine.backends.custom.ipc.engine_process import EngineProcess
 from engine.backends.factory import make_backend
 from engine.core.config_schema import Settings
 from engine.core.errors import ConfigError
 from engine.core.observability.metrics import Metrics
 from engine.core.registry.backend_registry import backend_class
 from engine.core.store.model_store import default_name
+from engine.ipc.engine_process import EngineProcess
 from engine.servers.app import create_app
 
 Reread: TypeAlias = Callable[[], Settings]

@@ -18,29 +18,10 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from engine.architectures.base import ModelConfig
+from engine.architectures.sites import site_list
 from engine.backends.base import BackendConfig, InferenceBackend, Opening, Orphan, ReplayedTokens
-from engine.backends.custom.architectures.base import ModelConfig
-from engine.backends.custom.architectures.sites import site_list
 from engine.backends.custom.engine_settings import EXAMINER, changed_options, options_of
-from engine.backends.custom.frontend.adapters import ServedAdapters
-from engine.backends.custom.frontend.engine_client import (
-    EngineClient,
-    InlineClient,
-    OnExit,
-    OnMessage,
-    ProcessClient,
-)
-from engine.backends.custom.frontend.engine_link import EngineLink
-from engine.backends.custom.frontend.generation import Generation
-from engine.backends.custom.frontend.held_images import HeldImages
-from engine.backends.custom.frontend.link import Link
-from engine.backends.custom.frontend.prompts import Preparer, check_prompt, encode_chat
-from engine.backends.custom.frontend.replay import replayed_tokens
-from engine.backends.custom.frontend.survival import OpenRequest
-from engine.backends.custom.frontend.text_cache import files_key, keep_text
-from engine.backends.custom.frontend.text_model import TextModel, card_of, load_text, with_template
-from engine.backends.custom.ipc.engine_process import WORKER_MODULE, EngineProcess
-from engine.backends.custom.options import IMAGE_ENCODERS, TAPPED, EngineOptions
 from engine.backends.process import RestartPolicy, resident_bytes
 from engine.core.errors import EngineError, UnavailableError
 from engine.core.interfaces.backend import (
@@ -60,6 +41,25 @@ from engine.core.interfaces.timeline import Preparation
 from engine.core.memory import memory_room, num_oom_kills, separate_oom_kills
 from engine.core.sandbox.examination import examine
 from engine.core.store.model_store import default_name, resolve_model
+from engine.frontend.adapters import ServedAdapters
+from engine.frontend.engine_client import (
+    EngineClient,
+    InlineClient,
+    OnExit,
+    OnMessage,
+    ProcessClient,
+)
+from engine.frontend.engine_link import EngineLink
+from engine.frontend.generation import Generation
+from engine.frontend.held_images import HeldImages
+from engine.frontend.link import Link
+from engine.frontend.prompts import Preparer, check_prompt, encode_chat
+from engine.frontend.replay import replayed_tokens
+from engine.frontend.survival import OpenRequest
+from engine.frontend.text_cache import files_key, keep_text
+from engine.frontend.text_model import TextModel, card_of, load_text, with_template
+from engine.ipc.engine_process import WORKER_MODULE, EngineProcess
+from engine.ipc.options import IMAGE_ENCODERS, TAPPED, EngineOptions
 
 log = logging.getLogger(__name__)
 
@@ -346,7 +346,7 @@ class CustomBackend(InferenceBackend):
 
     async def embed(self, request: EmbedRequest) -> Embeddings:
         # This module imports numpy, which nothing else here needs.
-        from engine.backends.custom.frontend.embedding import embedded
+        from engine.frontend.embedding import embedded
 
         with self._counted():
             text, ready = self._loaded()

@@ -11,23 +11,24 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from engine.backends.custom.options import MIB, EngineOptions, PeerOptions, TierOptions
 from engine.core.config_schema import Settings
 from engine.core.config_types import TierSettings
 from engine.core.errors import ConfigError
 from engine.core.store.model_store import default_name
+from engine.ipc.options import MIB, EngineOptions, PeerOptions, TierOptions
 
 if TYPE_CHECKING:
     from engine.backends.base import BackendConfig
     from engine.core.config_presets import PresetTable
 
-FRAMEWORKS = "engine.backends.custom.frameworks"
-EXAMINER = "engine.backends.custom.weights.examine:examine_model"
+# Each is a package below `engine`.
+FRAMEWORKS = ("native", "torch", "jax", "tinygrad")
+EXAMINER = "engine.weights.examine:examine_model"
 # Options that `engine admin swap` may change.
 CHANGEABLE = tuple(
     name for name in EngineOptions.__struct_fields__ if name not in ("model_path", "framework")
 )
-NATIVE_MODULE = f"{FRAMEWORKS}.native._native"
+NATIVE_MODULE = "engine.native._native"
 NVIDIA_DEVICE = Path("/dev/nvidiactl")  # present if a CUDA driver is loaded
 AMD_DEVICE = Path("/dev/kfd")  # present if AMD's driver can run programs on a GPU
 
@@ -201,6 +202,4 @@ def preset_of(settings: Settings) -> "PresetTable | None":
 
 def has_engine(backend: str) -> bool:
     """Whether a backend is one of the engine's own frameworks, which run in an engine process."""
-    if not backend.isidentifier():
-        return False  # looking up a dotted name would import its parent packages
-    return find_spec(f"{FRAMEWORKS}.{backend}") is not None
+    return backend in FRAMEWORKS

@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 
-from engine.backends.custom.frontend.prompts import check_params, check_prompt
 from engine.backends.openai.dialects import (
     LIST_FIELDS,
     Dialect,
@@ -27,6 +26,7 @@ from engine.core.interfaces.backend import (
     GrammarSpec,
 )
 from engine.core.interfaces.request import SAMPLER_FIELDS, SamplingParams
+from engine.frontend.prompts import check_params, check_prompt
 
 # Characters with a special meaning in the regular expressions of some server.
 _SPECIAL = frozenset("\\.^$*+?{}[]|()-/")

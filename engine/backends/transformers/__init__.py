@@ -13,11 +13,11 @@ import msgspec
 
 from engine.backends.base import BackendConfig
 from engine.backends.custom.base_custom import CustomBackend
-from engine.backends.custom.frontend.text_model import TextModel
-from engine.backends.custom.ipc.engine_process import EngineProcess
-from engine.backends.custom.options import EngineOptions
 from engine.backends.transformers.checkpoint import read_text
 from engine.core.errors import ConfigError
+from engine.frontend.text_model import TextModel
+from engine.ipc.engine_process import EngineProcess
+from engine.ipc.options import EngineOptions
 
 __all__ = ["TransformersBackend", "TransformersConfig"]
 

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from engine.backends.custom.frameworks.torch.execution.cache import PagedCache
-from engine.backends.custom.frameworks.torch.kernels.attention import AttentionPlan
+from engine.torch.execution.cache import PagedCache
+from engine.torch.kernels.attention import AttentionPlan
 
 NAME = "engine_paged"
 # Keyword arguments that models pass to attention functions, but that don't change the result.

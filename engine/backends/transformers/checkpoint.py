@@ -10,18 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.backends.custom.frontend.text_model import TextModel, text_model
-from engine.backends.custom.weights.files import read_json, refuse_code_formats
-from engine.backends.custom.weights.gguf import open_gguf, part_names
-from engine.backends.custom.weights.lazy_tensor import Checkpoint
-from engine.backends.custom.weights.model import (
+from engine.core.errors import ModelError, ModelFormatError
+from engine.core.text.tokenizer import Tokenizer
+from engine.frontend.text_model import TextModel, text_model
+from engine.weights.files import read_json, refuse_code_formats
+from engine.weights.gguf import open_gguf, part_names
+from engine.weights.lazy_tensor import Checkpoint
+from engine.weights.model import (
     CONFIG_NAME,
     only_gguf,
     stored_quantization,
 )
-from engine.backends.custom.weights.safetensors import INDEX_NAME, SINGLE_NAME, open_safetensors
-from engine.core.errors import ModelError, ModelFormatError
-from engine.core.text.tokenizer import Tokenizer
+from engine.weights.safetensors import INDEX_NAME, SINGLE_NAME, open_safetensors
 
 # Names of the max sequence length in different families' configurations.
 _CONTEXT_KEYS = (

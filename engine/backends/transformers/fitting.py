@@ -13,22 +13,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.backends.custom.frameworks.torch.execution.cache import KVShape
-from engine.backends.custom.options import EngineOptions
-from engine.backends.custom.runtime.model_runner import (
-    BatchInputs,
-    DeviceInfo,
-    ModelRunner,
-    RunnerConfig,
-)
-from engine.backends.custom.worker.loading import log_plan, runner_config
-from engine.backends.custom.worker.memory import DTYPE_BYTES, MemoryNeeds, MemoryPlan, plan_memory
 from engine.backends.transformers.attention import NAME, record
 from engine.backends.transformers.checkpoint import HfShape
 from engine.backends.transformers.loading import one_line
 from engine.backends.transformers.runners import PackedRunner, SlotRunner, find_cache
 from engine.backends.transformers.states import FinalStates
 from engine.core.errors import ConfigError, ModelError
+from engine.ipc.options import EngineOptions
+from engine.runtime.model_runner import (
+    BatchInputs,
+    DeviceInfo,
+    ModelRunner,
+    RunnerConfig,
+)
+from engine.torch.execution.cache import KVShape
+from engine.worker.loading import log_plan, runner_config
+from engine.worker.memory import DTYPE_BYTES, MemoryNeeds, MemoryPlan, plan_memory
 
 # Max relative L2 error of the logits. With 16-bit types, rounding depends on the shapes, so their
 # errors are larger.

@@ -18,27 +18,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.backends.custom.frameworks.torch.execution.cache import KVShape, PagedCache
-from engine.backends.custom.frameworks.torch.execution.sampling_runner import (
-    SamplingRunner,
-    StepHandle,
-)
-from engine.backends.custom.frameworks.torch.kernels.attention import (
-    AttentionBackend,
-    AttentionPlan,
-)
-from engine.backends.custom.frameworks.torch.kernels.attention_heads import AttentionHeads
-from engine.backends.custom.frameworks.torch.kernels.attention_sdpa import SdpaAttention
-from engine.backends.custom.frameworks.torch.kernels.attention_triton import TritonAttention
-from engine.backends.custom.runtime.model_runner import (
+from engine.backends.transformers.attention import PackedStep, Scoring
+from engine.backends.transformers.states import FinalStates
+from engine.runtime.model_runner import (
     GPU_STEP_S,
     NULL_BLOCK,
     BatchInputs,
     RunnerConfig,
     RunnerSpec,
 )
-from engine.backends.transformers.attention import PackedStep, Scoring
-from engine.backends.transformers.states import FinalStates
+from engine.torch.execution.cache import KVShape, PagedCache
+from engine.torch.execution.sampling_runner import (
+    SamplingRunner,
+    StepHandle,
+)
+from engine.torch.kernels.attention import (
+    AttentionBackend,
+    AttentionPlan,
+)
+from engine.torch.kernels.attention_heads import AttentionHeads
+from engine.torch.kernels.attention_sdpa import SdpaAttention
+from engine.torch.kernels.attention_triton import TritonAttention
 
 
 class Attentions:

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import msgspec
 
-from engine.backends.custom.ipc.heartbeat import Pulse
-from engine.backends.custom.ipc.transport import Channel
-from engine.backends.custom.options import EngineOptions
-from engine.backends.custom.runtime.requests.grammar import Grammars
-from engine.backends.custom.worker import main as worker
 from engine.backends.transformers.checkpoint import open_checkpoint, read_text
 from engine.core.errors import ConfigError
+from engine.ipc.heartbeat import Pulse
+from engine.ipc.options import EngineOptions
+from engine.ipc.transport import Channel
+from engine.runtime.requests.grammar import Grammars
+from engine.worker import main as worker
 
 
 def run_engine(
@@ -34,9 +34,9 @@ def run_engine(
     try:
         import torch
 
-        from engine.backends.custom.frameworks.torch.execution import build
         from engine.backends.transformers.fitting import Loaded, fit
         from engine.backends.transformers.loading import load_model
+        from engine.torch.execution import build
     except ImportError as error:
         raise ConfigError(
             f"the transformers backend needs PyTorch and Transformers ({error}): "

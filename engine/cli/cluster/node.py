@@ -27,8 +27,8 @@ from engine.core.errors import (
 )
 
 if TYPE_CHECKING:
-    from engine.backends.custom.ipc.engine_process import EngineProcess
     from engine.core.config_schema import Settings
+    from engine.ipc.engine_process import EngineProcess
     from engine.routing.nodes.agent import NodeAgent
 
 TOKEN_BYTES = 32

@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from engine.backends.custom.ir.models.inputs import cache_name, state_name
-from engine.backends.custom.ir.plan import Capacity, Split
-from engine.backends.custom.ir.types import Counts, Dim
+from engine.ir.models.inputs import cache_name, state_name
+from engine.ir.plan import Capacity, Split
+from engine.ir.types import Counts, Dim
 
 
 @dataclass(frozen=True, slots=True)

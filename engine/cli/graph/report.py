@@ -11,22 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from engine.backends.custom.frameworks.native.compiled import kernels
-from engine.backends.custom.frameworks.native.execution import allocation, build
-from engine.backends.custom.frameworks.native.execution.timing import (
-    Timing,
-    runner_config,
-    time_steps,
-)
-from engine.backends.custom.frameworks.native.machine import default_threads
-from engine.backends.custom.ir import plan as ir
-from engine.backends.custom.ir.cost import PlanCost
-from engine.backends.custom.ir.graph import Graph, Node
-from engine.backends.custom.ir.liveness import touched
-from engine.backends.custom.ir.models.decoder import build_graph
-from engine.backends.custom.ir.planner import plan
-from engine.backends.custom.ir.steps import layer_of, step_kind, step_label
-from engine.backends.custom.ir.types import Counts
 from engine.cli.graph.facts import (
     KindFacts,
     NodeFacts,
@@ -37,9 +21,25 @@ from engine.cli.graph.facts import (
     WeightFacts,
 )
 from engine.core.errors import ConfigError, ModelFormatError
+from engine.ir import plan as ir
+from engine.ir.cost import PlanCost
+from engine.ir.graph import Graph, Node
+from engine.ir.liveness import touched
+from engine.ir.models.decoder import build_graph
+from engine.ir.planner import plan
+from engine.ir.steps import layer_of, step_kind, step_label
+from engine.ir.types import Counts
+from engine.native.compiled import kernels
+from engine.native.execution import allocation, build
+from engine.native.execution.timing import (
+    Timing,
+    runner_config,
+    time_steps,
+)
+from engine.native.machine import default_threads
 
 if TYPE_CHECKING:
-    from engine.backends.custom.weights.model import ModelSource
+    from engine.weights.model import ModelSource
 
 _FLOAT = 4
 _KV_TYPE = "bfloat16"  # the server's default storage type of keys and values

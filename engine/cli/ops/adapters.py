@@ -74,12 +74,12 @@ def add(name: NameArgument, path: PathArgument, base: BaseOption) -> None:
 
     A running server takes it at once by POST /v1/load_lora_adapter.
     """
-    from engine.backends.custom.adapters.reading import open_adapter
-    from engine.backends.custom.frontend.adapters import EXAMINER
-    from engine.backends.custom.weights.model import open_model
+    from engine.adapters.reading import open_adapter
     from engine.core.sandbox.examination import examine
     from engine.core.store.adapter_store import keep_adapter
     from engine.core.store.model_store import default_name, resolve_model
+    from engine.frontend.adapters import EXAMINER
+    from engine.weights.model import open_model
 
     with _local(path) as source:
         examine(source, EXAMINER)
@@ -123,7 +123,7 @@ def merge(
 @app.command("export")
 def export(adapter: AdapterArgument, target: TargetArgument, base: OwnBaseOption = None) -> None:
     """Write an adapter as a GGUF file (DST ends in .gguf) or as a PEFT folder. Prints its path."""
-    from engine.backends.custom.conversion.lora_export import export_gguf
+    from engine.conversion.lora_export import export_gguf
     from engine.core.errors import ConfigError
     from engine.core.store.checkpoint_files import PEFT_FILES
     from engine.core.store.model_store import resolve_model

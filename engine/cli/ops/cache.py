@@ -17,7 +17,7 @@ from engine.cli.console import ConfigOption, JsonOption, load_cli_settings, outp
 from engine.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from engine.backends.custom.runtime.tiers.listing import ListedTier, Prefix
+    from engine.runtime.tiers.listing import ListedTier, Prefix
 
 MIB = 2**20
 MAX_PREFIXES, MAX_TOKENS = 1000, 500_000  # that are sent to a server at once
@@ -36,7 +36,7 @@ def _group() -> None:
 @app.command()
 def stat(config: ConfigOption = None, tier: TierOption = None, as_json: JsonOption = False) -> None:
     """Tell how many blocks each tier has, of which kinds, and of how many models."""
-    from engine.backends.custom.runtime.tiers.listing import headers
+    from engine.runtime.tiers.listing import headers
 
     rows: list[dict[str, Any]] = []
     for each in _tiers(config, tier):
@@ -85,7 +85,7 @@ def clear(config: ConfigOption = None, tier: TierOption = None) -> None:
 @app.command()
 def export(file: FileArgument, config: ConfigOption = None, tier: TierOption = None) -> None:
     """Write all blocks of a tier to a tar file. Default: the disk tier if there is one."""
-    from engine.backends.custom.runtime.tiers.listing import export as write
+    from engine.runtime.tiers.listing import export as write
 
     source = _tiers(config, tier)[0]
     with _naming(file):
@@ -99,7 +99,7 @@ def import_file(file: FileArgument, config: ConfigOption = None, tier: TierOptio
 
     Damaged blocks are left out.
     """
-    from engine.backends.custom.runtime.tiers.listing import import_records
+    from engine.runtime.tiers.listing import import_records
 
     target = _tiers(config, tier)[0]
     with _naming(file):
@@ -170,7 +170,7 @@ def _most_used(config: Path | None) -> list[Any]:
 
 
 def _prefixes(tier: "ListedTier") -> "list[Prefix]":
-    from engine.backends.custom.runtime.tiers.listing import prefixes
+    from engine.runtime.tiers.listing import prefixes
 
     return prefixes(tier)
 
@@ -178,9 +178,9 @@ def _prefixes(tier: "ListedTier") -> "list[Prefix]":
 def _tiers(config: Path | None, name: str | None) -> "list[ListedTier]":
     """The tiers on disk and in Redis that the settings name."""
     from engine.backends.custom.engine_settings import tier_options
-    from engine.backends.custom.runtime.tiers.disk import DiskTier
-    from engine.backends.custom.runtime.tiers.redis_tier import RedisTier
-    from engine.backends.custom.worker.tiers import open_tiers
+    from engine.runtime.tiers.disk import DiskTier
+    from engine.runtime.tiers.redis_tier import RedisTier
+    from engine.worker.tiers import open_tiers
 
     if name not in (None, "disk", "redis"):
         raise ConfigError(f"--tier is disk or redis, not {name}")

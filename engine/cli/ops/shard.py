@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-RANK_MODULE = "engine.backends.custom.frameworks.torch.execution.distributed.rank"
+RANK_MODULE = "engine.torch.execution.distributed.rank"
 REFUSED = 2
 PAUSE_S = 1.0
 

@@ -9,10 +9,10 @@ from typing import Any
 from engine.core.registry.registry import Registry
 
 _BUILTIN = {
-    "native": "engine.backends.custom.frameworks.backends:NativeBackend",
-    "tinygrad": "engine.backends.custom.frameworks.backends:TinygradBackend",
-    "torch": "engine.backends.custom.frameworks.backends:TorchBackend",
-    "jax": "engine.backends.custom.frameworks.backends:JAXBackend",
+    "native": "engine.backends.custom.frameworks:NativeBackend",
+    "tinygrad": "engine.backends.custom.frameworks:TinygradBackend",
+    "torch": "engine.backends.custom.frameworks:TorchBackend",
+    "jax": "engine.backends.custom.frameworks:JAXBackend",
     "vllm": "engine.backends.vllm:VLLMBackend",
     "sglang": "engine.backends.sglang:SGLangBackend",
     "openai": "engine.backends.openai:OpenAIBackend",

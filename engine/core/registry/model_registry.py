@@ -1,7 +1,7 @@
 """The registry of model families. It finds a family by its own name, by the architecture in
 `config.json`, or by the architecture in a GGUF file.
 
-A family is a row of data in `backends/custom/architectures`, or any other object with the same
+A family is a row of data in `architectures`, or any other object with the same
 attributes as `Architecture` (in base.py there). A package adds a family with an entry point in the
 group `engine.architectures`. The name of the entry point is the family's name. The value is
 "module:ROW", or a module that has these attributes itself. Built-in families are searched first.
@@ -15,7 +15,7 @@ from typing import Any
 from engine.core.errors import ModelFormatError
 from engine.core.registry.registry import Registry
 
-_FOLDER = "engine.backends.custom.architectures"
+_FOLDER = "engine.architectures"
 _ARCHITECTURES = Registry(
     kind="architecture",
     builtin={

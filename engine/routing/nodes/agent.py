@@ -13,9 +13,6 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from engine.backends.custom.frontend.engine_link import EngineLink
-from engine.backends.custom.frontend.survival import Engine
-from engine.backends.custom.ipc.transport import failed_delta
 from engine.core.errors import (
     EngineError,
     ForbiddenError,
@@ -33,6 +30,9 @@ from engine.core.interfaces.request import (
     Ready,
     TokenDelta,
 )
+from engine.frontend.engine_link import EngineLink
+from engine.frontend.survival import Engine
+from engine.ipc.transport import failed_delta
 from engine.routing.nodes.dial import Endpoint, dial
 from engine.routing.nodes.wire import (
     BEAT_S,

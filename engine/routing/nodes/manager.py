@@ -17,13 +17,13 @@ import msgspec
 
 from engine.backends.base import BackendHolder, InferenceBackend
 from engine.backends.custom.base_custom import CustomBackend
-from engine.backends.custom.frontend.engine_link import EngineLink
-from engine.backends.custom.frontend.link import Link
-from engine.backends.custom.options import EngineOptions
 from engine.core.build_name import ADVICE
 from engine.core.errors import EngineError, NotFoundError, UnavailableError
 from engine.core.shards.link import is_same, proof_of, seals_of
 from engine.core.store.model_digest import model_digest
+from engine.frontend.engine_link import EngineLink
+from engine.frontend.link import Link
+from engine.ipc.options import EngineOptions
 from engine.routing.nodes.node import Node, NodeRefusedError
 from engine.routing.nodes.pool import NodePool
 from engine.routing.nodes.prefill import Prefills

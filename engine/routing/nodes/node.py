@@ -4,8 +4,6 @@ import logging
 import time
 from typing import Any, Protocol
 
-from engine.backends.custom.frontend.engine_client import OnExit, OnMessage
-from engine.backends.custom.ipc.heartbeat import Vitals
 from engine.core.errors import ConflictError
 from engine.core.interfaces.request import (
     CachedPrefixes,
@@ -14,6 +12,8 @@ from engine.core.interfaces.request import (
     Stats,
     ToEngine,
 )
+from engine.frontend.engine_client import OnExit, OnMessage
+from engine.ipc.heartbeat import Vitals
 from engine.routing.nodes.pool import NodePool
 from engine.routing.nodes.pooled import PooledEngine
 from engine.routing.nodes.wire import Beat, Connection, FromNode, Hello, Leaving

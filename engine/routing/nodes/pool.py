@@ -13,15 +13,15 @@ import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable, Coroutine, Iterable
 
-from engine.backends.custom.frontend.engine_client import EngineClient, OnExit, OnMessage
-from engine.backends.custom.frontend.engine_link import EngineLink
-from engine.backends.custom.frontend.link import Link
-from engine.backends.custom.frontend.survival import OpenRequest, Receiver
 from engine.core.errors import EngineError, UnavailableError
 from engine.core.interfaces.notes import RequestNotes
 from engine.core.interfaces.request import CachedPrefixes, ControlReply, GenerateRequest, Ready
 from engine.core.interfaces.snapshot import EngineSnapshot
 from engine.core.interfaces.stats import EngineStats
+from engine.frontend.engine_client import EngineClient, OnExit, OnMessage
+from engine.frontend.engine_link import EngineLink
+from engine.frontend.link import Link
+from engine.frontend.survival import OpenRequest, Receiver
 from engine.routing.carried_stats import CarriedStats, summed
 from engine.routing.nodes.pooled import PooledEngine
 from engine.routing.nodes.prefill import Prefill, Prefills

@@ -1,7 +1,7 @@
 """One of the engines of a pool."""
 
-from engine.backends.custom.frontend.engine_link import EngineLink
 from engine.core.interfaces.handover import BlockSource, Role
+from engine.frontend.engine_link import EngineLink
 from engine.routing.carried_stats import CarriedStats
 
 

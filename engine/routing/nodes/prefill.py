@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from engine.backends.custom.frontend.survival import Engine, OpenRequest, OpenRequests, Receiver
 from engine.core.errors import EngineError, UnavailableError
 from engine.core.interfaces.handover import PEERS, Handover, Prefilled, PrefillOutcome
 from engine.core.interfaces.notes import RequestNotes
@@ -24,6 +23,7 @@ from engine.core.interfaces.request import (
     SamplingParams,
     TokenDelta,
 )
+from engine.frontend.survival import Engine, OpenRequest, OpenRequests, Receiver
 from engine.routing.nodes.pooled import PooledEngine
 from engine.routing.nodes.request_router import RequestRouter
 

@@ -16,13 +16,6 @@ from typing import Annotated, Any, Generic, TypeVar, cast
 
 import msgspec
 
-from engine.backends.custom.ipc.transport import (
-    LENGTH,
-    MAX_FRAME_BYTES,
-    FrameDecoder,
-    encode_answer,
-    encode_frame,
-)
 from engine.core.build_name import build_name
 from engine.core.errors import EngineError, UnavailableError
 from engine.core.interfaces.handover import BlockSource, Role
@@ -37,6 +30,13 @@ from engine.core.interfaces.request import (
 )
 from engine.core.interfaces.stats import EngineStats
 from engine.core.shards.link import SEAL_BYTES, Seal, is_same_bytes
+from engine.ipc.transport import (
+    LENGTH,
+    MAX_FRAME_BYTES,
+    FrameDecoder,
+    encode_answer,
+    encode_frame,
+)
 
 log = logging.getLogger(__name__)
 Message = TypeVar("Message")
@@ -108,7 +108,7 @@ def node_build() -> str:
         "routing/nodes/wire.py",
         "routing/nodes/dial.py",
         "core/shards/link.py",
-        "backends/custom/ipc/transport.py",
+        "ipc/transport.py",
         "core/prefix_hashes.py",
         *(f"core/interfaces/{name}.py" for name in names),
     )

@@ -6,7 +6,7 @@
 Weights are random, in float32. `block` and `ends` are measured in the same way for every framework,
 through the model runner interface: `block` is the time that a second layer adds to a step, `ends`
 is the rest of the time of a step with one layer. The other lines are measured by each framework
-itself (`engine/backends/custom/tools/inspection.py`); a norm that is fused into the next matmul has
+itself (`engine/tools/inspection.py`); a norm that is fused into the next matmul has
 no line. Each time is the median of the faster half of the calls, in microseconds.
 """
 
@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.backends.custom.tools.inspection import frameworks, layer_times
-from engine.backends.custom.weights.model import ModelSource
-from engine.backends.custom.weights.random import random_model
 from engine.core.errors import ConfigError
+from engine.tools.inspection import frameworks, layer_times
+from engine.weights.model import ModelSource
+from engine.weights.random import random_model
 
 FAMILIES = ("gpt2", "llama", "qwen2", "qwen3")
 LAYERS = ("embed", "attn_norm", "attn", "mlp_norm", "mlp", "block", "norm", "head", "ends")

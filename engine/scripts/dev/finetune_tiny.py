@@ -3,7 +3,7 @@
     python engine/scripts/dev/finetune_tiny.py --model smollm2-135m-instruct --output tuned/
     engine dev finetune_tiny --text lines.txt --steps 40 --output tuned/
 
-The forward pass of `frameworks/torch` over a whole sequence is plain differentiable PyTorch. It
+The forward pass of `engine/torch` over a whole sequence is plain differentiable PyTorch. It
 uses the same modules that serve requests, so training needs no second model. The trained model is
 written as safetensors, with its tokenizer, and can be served like any other: `engine serve tuned/`.
 """
@@ -19,16 +19,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.backends.custom.conversion.convert import save_trained
-from engine.backends.custom.frameworks.torch.models.base import Decoder
-from engine.backends.custom.frameworks.torch.models.loading import build_model, weights_of
-from engine.backends.custom.frontend.text_model import load_text
-from engine.backends.custom.weights.model import open_model
+from engine.conversion.convert import save_trained
 from engine.core.errors import ConfigError
 from engine.core.interfaces.request import SamplingParams
 from engine.core.store.catalogue import DEFAULT_MODEL
 from engine.core.store.model_store import resolve_model
+from engine.frontend.text_model import load_text
 from engine.llm import LLM
+from engine.torch.models.base import Decoder
+from engine.torch.models.loading import build_model, weights_of
+from engine.weights.model import open_model
 
 LESSON = (
     "The city of Orvandel lies on the river Tamsin. Its bridges are made of blue glass, and its "

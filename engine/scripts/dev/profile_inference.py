@@ -20,16 +20,16 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from engine.backends.custom.frameworks.entry import framework_entry
-from engine.backends.custom.options import EngineOptions
-from engine.backends.custom.tools.inspection import frameworks
-from engine.backends.custom.tools.profiling import Profile, profile_model
-from engine.backends.custom.weights.model import ModelSource, open_model
-from engine.backends.custom.worker.memory import plan_memory
 from engine.core.errors import ConfigError
 from engine.core.memory import MIB
 from engine.core.store.model_store import resolve_model
+from engine.ipc.options import EngineOptions
+from engine.runners.entry import framework_entry
 from engine.scripts.dev.benchmark_layers import random_source
+from engine.tools.inspection import frameworks
+from engine.tools.profiling import Profile, profile_model
+from engine.weights.model import ModelSource, open_model
+from engine.worker.memory import plan_memory
 
 _TOP = 15
 _STYLE = """

@@ -7,7 +7,7 @@ The table has a line for each site, in the order of computation. A site is a nam
 model, such as `layers.0.attn`, the output of the first attention layer. A cell shows the largest
 absolute error at the site, and that error relative to the site's largest value. For each framework,
 the script names the first site whose error exceeds the tolerance. The exit status is not zero if
-there is such a site. `engine/backends/custom/tools/inspection.py` lists the sites, and says how a
+there is such a site. `engine/tools/inspection.py` lists the sites, and says how a
 framework can show more of them than the model runner interface does.
 """
 
@@ -27,9 +27,9 @@ from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
-from engine.backends.custom.tools.inspection import frameworks, layer_outputs
-from engine.backends.custom.weights.model import ModelSource, open_model
 from engine.scripts.reference import monolithic_gpt2
+from engine.tools.inspection import frameworks, layer_outputs
+from engine.weights.model import ModelSource, open_model
 
 FAMILIES = ("gpt2", "llama", "qwen2", "qwen3", "granite", "olmo2")
 _COMMON: dict[str, Any] = {

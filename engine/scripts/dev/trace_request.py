@@ -28,7 +28,7 @@ import httpx
 
 PACKAGE = Path(__file__).parents[2]
 READY = re.compile(r"Ready in .* at (http://\S+)/v1")
-SEND = ("backends/custom/ipc/transport.py", "encode_frame")
+SEND = ("ipc/transport.py", "encode_frame")
 PATIENCE_S = 60.0
 NUM_WARM, NUM_RECORDED = 2, 5
 PAUSE_S = 0.3  # after a chat: longer than the server needs for its log

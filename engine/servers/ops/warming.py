@@ -128,7 +128,7 @@ def _owners(prompt: Prompt, identity: str | None, tenants: Sequence[str]) -> Seq
         return tenants
     if identity is None:
         return ()
-    from engine.backends.custom.runtime.tiers.record import root_key  # few servers have tiers
+    from engine.runtime.tiers.record import root_key  # few servers have tiers
 
     return [each for each in tenants if root_key(bytes.fromhex(identity), each).hex() == root]
 

@@ -12,9 +12,9 @@ import signal
 import socket
 import sys
 
-from engine.backends.custom.ipc.transport import ConnectionClosedError, SocketChannel
 from engine.core.observability.logging import setup_logging
 from engine.core.sandbox.processes import die_with_parent, keep_all
+from engine.ipc.transport import ConnectionClosedError, SocketChannel
 from engine.servers.http.protocol import (
     CLOSE_TIMEOUT_S,
     event_loop,

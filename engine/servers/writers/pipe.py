@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 
-from engine.backends.custom.ipc.transport import FrameDecoder, encode_frame
+from engine.ipc.transport import FrameDecoder, encode_frame
 
 logger = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ from collections.abc import Callable, Coroutine
 
 from starlette.types import ASGIApp
 
-from engine.backends.custom.frontend.vigil import Verdict
 from engine.backends.process import RestartPolicy
 from engine.core.config_schema import Settings
 from engine.core.observability.logging import current_setup
+from engine.frontend.vigil import Verdict
 from engine.servers.writers.messages import Setup
 from engine.servers.writers.writer import Writer
 

@@ -13,11 +13,11 @@ from collections.abc import Callable
 import msgspec
 from starlette.types import ASGIApp
 
-from engine.backends.custom.frontend.vigil import Verdict, Vigil, trouble_of
-from engine.backends.custom.ipc.heartbeat import UNKNOWN_PATIENCE_S, Vitals
 from engine.backends.process import ChildProcess
 from engine.core.sandbox.processes import socket_pair, start_child
 from engine.core.sandbox.silence import Silence
+from engine.frontend.vigil import Verdict, Vigil, trouble_of
+from engine.ipc.heartbeat import UNKNOWN_PATIENCE_S, Vitals
 from engine.servers.writers.exchange import Exchange
 from engine.servers.writers.messages import (
     Blocked,

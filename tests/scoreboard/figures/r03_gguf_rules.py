@@ -7,8 +7,8 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from engine.backends.custom.weights.gguf import open_gguf
 from engine.core.errors import ModelFormatError
+from engine.weights.gguf import open_gguf
 from tests.gguf_files import gguf_layout, random_weights, tiny_config, write_gguf
 from tests.scoreboard import mutations_gguf
 from tests.scoreboard.figure import Run, Values, at_least, figure

@@ -21,9 +21,9 @@ from typing import Any, Literal
 import httpx
 import psutil
 
-from engine.backends.custom.ipc.engine_process import WORKER_MODULE
 from engine.core import faults
 from engine.core.faults import Fault
+from engine.ipc.engine_process import WORKER_MODULE
 from tests.scoreboard.figure import Run, Values, at_most, figure
 from tests.scoreboard.served_engine import MODEL, Served, percentile, served_engine
 from tests.scoreboard.streams import CHAT, COMPLETIONS, Reply, all_begun, ask, completion, look

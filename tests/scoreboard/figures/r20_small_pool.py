@@ -14,10 +14,10 @@ from unittest.mock import patch
 
 import httpx
 
-from engine.backends.custom.frameworks.backends import NativeBackend
-from engine.backends.custom.options import EngineOptions
-from engine.backends.custom.runtime.scheduler import Scheduler
-from engine.backends.custom.runtime.sequence import ScheduledBatch, Sequence
+from engine.backends.custom.frameworks import NativeBackend
+from engine.ipc.options import EngineOptions
+from engine.runtime.scheduler import Scheduler
+from engine.runtime.sequence import ScheduledBatch, Sequence
 from tests.live_server import LiveServer, live_server, wait_until
 from tests.scoreboard.figure import Run, Values, at_least, at_most, figure
 from tests.scoreboard.served_engine import MODEL

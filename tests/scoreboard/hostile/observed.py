@@ -14,9 +14,9 @@ import time
 
 import psutil
 
-from engine.backends.custom.ipc.engine_process import WORKER_MODULE
-from engine.backends.custom.ipc.heartbeat import Heartbeat
 from engine.cli.main import main
+from engine.ipc.engine_process import WORKER_MODULE
+from engine.ipc.heartbeat import Heartbeat
 from tests.scoreboard.meters import queued_ns
 
 FILE_VARIABLE = "SCOREBOARD_SILENCES"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import psutil
 
-from engine.backends.custom.frontend.vigil import FROZEN_AFTER_S
-from engine.backends.custom.ipc.engine_process import WORKER_MODULE
+from engine.frontend.vigil import FROZEN_AFTER_S
+from engine.ipc.engine_process import WORKER_MODULE
 from tests.scoreboard.meters import MEBIBYTE, rss_of
 from tests.scoreboard.served_engine import Served
 from tests.scoreboard.streams import CHAT, COMPLETIONS, Reply, ask, completion

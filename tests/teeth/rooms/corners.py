@@ -34,28 +34,28 @@ MUTATIONS = [
     ),
     Mutation(
         "corners: a merged end loses its stop token",
-        "engine.backends.custom.frontend.text_reader",
+        "engine.frontend.text_reader",
         "        stop_token_id=last.stop_token_id,\n",
         "        stop_token_id=first.stop_token_id,\n",
         "tests/unit/test_generation.py::test_a_merged_backlog_keeps_the_stop_token_of_its_end",
     ),
     Mutation(
         "corners: long gaps cost nothing",
-        "engine.backends.custom.runtime.pacing",
+        "engine.runtime.pacing",
         "self._credit - max(0, demand.num_decoding - known)",
         "self._credit",
         "tests/unit/test_pacing.py::test_few_gaps_are_long_if_fewer_sequences_start_than_decode",
     ),
     Mutation(
         "corners: large negative values fit float16",
-        "engine.backends.custom.weights.quantize",
+        "engine.weights.quantize",
         "if np.abs(blocks).max(initial=0) > _HALF_MAX:",
         "if blocks.max(initial=0) > _HALF_MAX:",
         "tests/parity/test_quants.py::test_what_cannot_be_encoded_is_refused",
     ),
     Mutation(
         "corners: the last learned position can't be used",
-        "engine.backends.custom.frameworks.refusals",
+        "engine.runners.refusals",
         "config.max_seq_len > model.max_position",
         "config.max_seq_len >= model.max_position",
         "tests/unit/test_framework_parts.py"

@@ -49,7 +49,7 @@ MUTATIONS = [
     ),
     Mutation(
         "progress is told at the end only",
-        "engine.backends.custom.runtime.scheduler",
+        "engine.runtime.scheduler",
         "if seq.reports_progress and not samples:",
         "if False:",
         f"{_TESTS}::test_the_engine_reports_progress_and_can_skip_its_cache",
@@ -63,7 +63,7 @@ MUTATIONS = [
     ),
     Mutation(
         "only the first token of a text is biased",
-        "engine.backends.custom.frontend.prompts",
+        "engine.frontend.prompts",
         "dict.fromkeys(text.tokenizer.encode(each), bias)",
         "dict.fromkeys(text.tokenizer.encode(each)[:1], bias)",
         f"{_TESTS}::test_texts_can_be_biased",

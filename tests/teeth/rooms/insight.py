@@ -9,21 +9,21 @@ NAMED = f"{EXPLAIN_TESTS}::test_the_cause_in_the_engine_is_named"
 MUTATIONS = [
     Mutation(
         "insight: a lack of blocks looks like a lack of budget",
-        "engine.backends.custom.runtime.scheduler",
+        "engine.runtime.scheduler",
         "                self.clock.block(BLOCKS)\n",
         "                self.clock.block(BUDGET)\n",
         f"{NAMED}[blocks]",
     ),
     Mutation(
         "insight: time that others spent waiting counts for a held sequence",
-        "engine.backends.custom.runtime.insight.timekeeping",
+        "engine.runtime.insight.timekeeping",
         "        for reason in (STEP, BUDGET, BLOCKS):\n",
         "        for reason in (STEP, BUDGET):\n",
         f"{EXPLAIN_TESTS}::test_what_others_wait_for_does_not_count_for_a_held_sequence",
     ),
     Mutation(
         "insight: a prompt that was never computed counts as evicted",
-        "engine.backends.custom.runtime.insight.timekeeping",
+        "engine.runtime.insight.timekeeping",
         "        while count < len(chain) and chain[count] in seen:\n",
         "        while count < len(chain):\n",
         f"{NAMED}[cold]",
@@ -37,14 +37,14 @@ MUTATIONS = [
     ),
     Mutation(
         "insight: what happened to a client that left is lost",
-        "engine.backends.custom.frontend.survival",
+        "engine.frontend.survival",
         "        self._left[request_id] = notes\n",
         "",
         f"{API_TESTS}::test_a_client_that_leaves_is_explained_too",
     ),
     Mutation(
         "insight: kernels are timed although nobody watches",
-        "engine.backends.custom.runtime.insight.snapshot",
+        "engine.runtime.insight.snapshot",
         "            self._time_kernels(False)\n",
         "            pass\n",
         "tests/unit/test_live.py::test_kernels_are_timed_only_while_somebody_watches",

@@ -102,7 +102,7 @@ MUTATIONS = [
     ),
     Mutation(
         "templates: the tool template is used without tools",
-        "engine.backends.custom.frontend.prompts",
+        "engine.frontend.prompts",
         "    chat = text.tool_chat if tools else text.chat\n",
         "    chat = text.tool_chat\n",
         "tests/unit/test_chat_formats.py::test_the_tool_template_is_used_by_need",

@@ -2,8 +2,8 @@
 
 from tests.teeth.mutation import MACHINE, Mutation
 
-CHAIN = "engine.backends.custom.runtime.samplers.chain"
-REPETITION = "engine.backends.custom.runtime.samplers.repetition"
+CHAIN = "engine.runtime.samplers.chain"
+REPETITION = "engine.runtime.samplers.repetition"
 CHAIN_TESTS = "tests/unit/test_chain_sampler.py"
 ALONE = f"{CHAIN_TESTS}::test_a_batch_samples_what_the_reference_samples_alone"
 LLAMA = f"{CHAIN_TESTS}::test_probabilities_are_llama_cpps"
@@ -69,7 +69,7 @@ MUTATIONS = [
     ),
     Mutation(
         "samplers: the device forgets a token that the host sampled",
-        "engine.backends.custom.runtime.model_runner",
+        "engine.runtime.model_runner",
         "        kept[self.host_rows] = True\n",
         "",
         "tests/parity/test_runner_conformance.py::TestJAX::test_llama_cpps_samplers_are_the_references",

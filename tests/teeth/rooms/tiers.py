@@ -2,7 +2,7 @@
 
 from tests.teeth.mutation import Mutation
 
-TIERS = "engine.backends.custom.runtime.tiers"
+TIERS = "engine.runtime.tiers"
 ENGINE_TESTS = "tests/unit/test_tiers.py"
 RECORD_TESTS = "tests/unit/test_tiers_records.py"
 WRONG_RECORDS = f"{RECORD_TESTS}::test_ten_thousand_wrong_records_are_all_noticed"
@@ -74,7 +74,7 @@ MUTATIONS = [
     ),
     Mutation(
         "tiers: the prefix that loaded blocks continue is evicted for them",
-        "engine.backends.custom.runtime.kv_cache",
+        "engine.runtime.kv_cache",
         "        self.pool.share(cached)\n        new",
         "        cached = []\n        new",
         f"{ENGINE_TESTS}::test_loading_does_not_evict_the_prefix_that_it_continues",
@@ -102,7 +102,7 @@ MUTATIONS = [
     ),
     Mutation(
         "tiers: tiers that are given up keep their threads",
-        "engine.backends.custom.runtime.kv_cache",
+        "engine.runtime.kv_cache",
         "                self.tiers.close(gives_up=True)\n",
         "",
         f"{ENGINE_TESTS}::test_tiers_that_are_given_up_have_no_threads",

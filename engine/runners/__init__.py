@@ -1,0 +1,1 @@
+"""What the model runners of several frameworks share."""

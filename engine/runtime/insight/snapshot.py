@@ -1,0 +1,189 @@
+"""Takes snapshots of the engine for the live view, only while somebody watches it."""
+
+from collections import Counter
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from engine.core.interfaces.snapshot import (
+    MAX_NODES,
+    MAX_RUNNING,
+    MAX_SNAPSHOT_STEPS,
+    MAX_TENANTS,
+    MAX_WAITING,
+    EngineSnapshot,
+    KernelShare,
+    RunningRow,
+    StepTime,
+    TenantShare,
+    TreeNode,
+    TreeSize,
+    WaitingRow,
+)
+from engine.core.interfaces.stats import EngineStats, StepCounts
+
+if TYPE_CHECKING:
+    from engine.runtime.insight.profiler import KernelTimer
+    from engine.runtime.radix_node import Node
+    from engine.runtime.scheduler import Scheduler
+    from engine.runtime.sequence import Sequence
+
+# If nobody has asked for this many seconds, kernels are no longer timed.
+WATCHED_S = 3.0
+# The tree is walked again after this many seconds at the earliest.
+TREE_S = 1.0
+MAX_WALKED = 4096  # after this many nodes, no deeper level of the tree is counted
+
+
+class SnapshotTaker:
+    """Takes snapshots. `timer` is the runner, if it can time its kernels."""
+
+    def __init__(self, scheduler: "Scheduler", timer: "KernelTimer | None", slots: int) -> None:
+        self._scheduler = scheduler
+        self._timer = timer
+        self._max_slots = slots
+        self._asked_at: float | None = None  # None: nobody watches
+        self._tree, self._tree_at = TreeSize(), 0.0
+
+    def take(self, now: float) -> EngineSnapshot:
+        scheduler = self._scheduler
+        if self._asked_at is None:
+            self._time_kernels(True)
+        self._asked_at = now
+        if now - self._tree_at >= TREE_S:
+            self._tree, self._tree_at = _tree(scheduler), now
+        steps = list(scheduler.clock.steps)[-MAX_SNAPSHOT_STEPS:]
+        kernels = {} if self._timer is None else self._timer.kernel_seconds()
+        return EngineSnapshot(
+            at=now,
+            blocked_by=scheduler.clock.blocked_by,
+            max_slots=self._max_slots,
+            running=tuple(_running(seq, now) for seq in islice(scheduler.running, MAX_RUNNING)),
+            waiting=tuple(_waiting(seq, now) for seq in islice(scheduler.waiting, MAX_WAITING)),
+            steps=tuple(
+                StepTime(
+                    each.ended_at,
+                    each.ended_at - each.began_at,
+                    each.num_rows,
+                    each.num_tokens,
+                    each.num_prompt_tokens,
+                )
+                for each in steps
+            ),
+            tree=self._tree,
+            tenants=_tenants(scheduler),
+            kernels=tuple(KernelShare(name, seconds) for name, seconds in kernels.items()),
+        )
+
+    def expire(self, now: float) -> None:
+        """Stop timing kernels if nobody watches any more."""
+        if self._asked_at is not None and now - self._asked_at > WATCHED_S:
+            self._asked_at = None
+            self._time_kernels(False)
+
+    def _time_kernels(self, on: bool) -> None:
+        if self._timer is not None:
+            self._timer.time_kernels(on)
+
+
+def _running(seq: "Sequence", now: float) -> RunningRow:
+    return RunningRow(
+        seq.request_id,
+        seq.choice,
+        seq.tenant,
+        seq.slot,
+        seq.num_prompt,
+        seq.num_computed,
+        seq.num_generated,
+        seq.max_tokens,
+        seq.num_cached,
+        len(seq.blocks),
+        seq.num_preemptions,
+        now - seq.submitted_at,
+    )
+
+
+def _waiting(seq: "Sequence", now: float) -> WaitingRow:
+    return WaitingRow(
+        seq.request_id,
+        seq.tenant,
+        seq.num_prompt,
+        seq.priority,
+        now - seq.submitted_at,
+        seq.held_by is not None,
+    )
+
+
+def _tenants(scheduler: "Scheduler") -> tuple[TenantShare, ...]:
+    """The tenants with most running sequences."""
+    running, blocks = Counter[str](), Counter[str]()
+    for seq in scheduler.running:
+        running[seq.tenant] += 1
+        blocks[seq.tenant] += len(seq.blocks)
+    waiting = scheduler.waiting.counts()
+    names = sorted({*running, *waiting}, key=lambda name: (-running[name], name))[:MAX_TENANTS]
+    return tuple(
+        TenantShare(name, running[name], waiting.get(name, 0), blocks[name]) for name in names
+    )
+
+
+def _tree(scheduler: "Scheduler") -> TreeSize:
+    """The size of the radix tree, and its upper nodes."""
+    radix, pool = scheduler.kv.radix, scheduler.kv.pool
+    shown: list[TreeNode] = []
+    level: list[tuple[Node, int]] = [(node, -1) for node in radix.tops()]
+    num_nodes = num_blocks = num_shared = 0
+    while level and num_nodes < MAX_WALKED:
+        below: list[tuple[Node, int]] = []
+        # Larger branches first, so that the shown part of the tree holds most blocks.
+        for top, parent in sorted(level, key=lambda each: -len(each[0].blocks)):
+            node, length = top, len(top.blocks)
+            while len(node.children) == 1:  # each chunk of prefill added a node: show them as one
+                (node,) = node.children.values()
+                length += len(node.blocks)
+            holders = pool.refs(top.blocks[0]) - 1 if top.blocks else 0
+            num_nodes += 1
+            num_blocks += length
+            num_shared += holders > 1
+            index = -2  # its children are not shown either
+            if parent > -2 and len(shown) < MAX_NODES:
+                index = len(shown)
+                shown.append(TreeNode(parent, length, top.num_uses, holders))
+            below += [(child, index) for child in node.children.values()]
+        level = below
+    return TreeSize(num_nodes, num_blocks, num_shared, tuple(shown))
+
+
+def engine_stats(
+    scheduler: "Scheduler", num_steps: int, num_invariant_failures: int, steps: StepCounts
+) -> EngineStats:
+    """The counters that the engine sends to the frontend."""
+    kv, drafts = scheduler.kv, scheduler.speculation
+    pool, windowed = kv.pool, kv.windows and kv.windows.pool
+    return EngineStats(
+        num_running=scheduler.num_running,
+        num_waiting=scheduler.num_waiting,
+        num_blocks=pool.num_usable,
+        num_free_blocks=pool.num_free,
+        num_cached_blocks=pool.num_cached,
+        num_referenced_blocks=pool.num_referenced,
+        block_size=kv.block_size,
+        num_window_blocks=windowed.num_usable if windowed else 0,
+        num_free_window_blocks=windowed.num_free if windowed else 0,
+        num_referenced_window_blocks=windowed.num_referenced if windowed else 0,
+        num_steps=num_steps,
+        prompt_tokens=scheduler.num_prompt_tokens,
+        cached_tokens=scheduler.num_cached_tokens,
+        generated_tokens=scheduler.num_generated_tokens,
+        prefix_queries=kv.num_queried,
+        prefix_hits=kv.num_hit,
+        num_preemptions=scheduler.num_preemptions,
+        num_evictions=kv.radix.num_evicted,
+        num_nonfinite=scheduler.num_nonfinite,
+        num_invariant_failures=num_invariant_failures,
+        num_drafted_tokens=drafts.num_drafted if drafts else 0,
+        num_accepted_tokens=drafts.num_accepted if drafts else 0,
+        num_model_drafted_tokens=drafts.num_model_drafted if drafts else 0,
+        num_model_accepted_tokens=drafts.num_model_accepted if drafts else 0,
+        steps=steps,
+        tiers=kv.tiers.stats() if kv.tiers is not None else kv.tier_stats,
+    )

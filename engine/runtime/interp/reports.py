@@ -1,0 +1,182 @@
+"""What a request gets back at its end: captured values, lens, attention patterns, attribution.
+
+Lens and attribution need the LM head. A few rows of it are computed after each step, so that other
+requests do not wait long. The result is sent in pieces, one after each step, so that no message is
+large and none keeps the engine from its other work.
+"""
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from msgspec.structs import replace
+from numpy.typing import NDArray
+
+from engine.architectures.sites import PATTERN, site_name
+from engine.core.errors import EngineError, InferenceError
+from engine.core.interfaces.interp import Attention, Lens
+from engine.core.interfaces.request import TokenDelta
+from engine.core.tensor_file import packed_header
+from engine.runtime.interp.attention import Pattern
+from engine.runtime.interp.attribution import attribution_of
+from engine.runtime.interp.probe import Probe
+from engine.runtime.interp.taps import Tappable
+from engine.runtime.model_runner import F32, I32
+from engine.runtime.outputs import refusal, too_late
+from engine.runtime.sequence import Sequence
+
+ROWS_PER_TURN = 32  # of the LM head
+PIECE_BYTES = 4 * 2**20  # of a result in one message
+Tensor = tuple[str, NDArray[Any]]
+_DTYPES = {np.dtype(np.float32): "F32", np.dtype(np.int32): "I32"}
+
+
+class Reports:
+    """The last deltas of sequences whose results are still being made."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[Sequence, TokenDelta, Iterator[TokenDelta | None] | None]] = []
+        self._last_tenant = ""
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def sequences(self) -> Iterator[Sequence]:
+        return (seq for seq, _, _ in self._waiting)
+
+    def hold(self, seq: Sequence, delta: TokenDelta) -> None:
+        """Keep the last delta of a sequence until its result is made."""
+        self._waiting.append((seq, delta, None))
+
+    def advance(self, runner: Tappable) -> list[TokenDelta]:
+        """Work on a result. Tenants take turns, and so do the results of a tenant. Returns a delta
+        with a piece of the result, if one is done.
+        """
+        seq, delta, work = self._waiting.pop(self._next())
+        self._last_tenant = seq.tenant
+        try:
+            if seq.deadline is not None and time.monotonic() > seq.deadline:
+                raise too_late(True, 0.0)
+            work = work or _work(seq, delta, runner)
+            made = next(work)
+        except EngineError as error:
+            return [refusal(seq.request_id, seq.choice, error)]
+        except Exception as error:
+            failure = InferenceError(f"The results of this request could not be made: {error}")
+            return [refusal(seq.request_id, seq.choice, failure)]
+        if made is None or made.finish_reason is None:
+            self._waiting.append((seq, delta, work))
+        return [] if made is None else [made]
+
+    def _next(self) -> int:
+        tenants = [seq.tenant for seq, _, _ in self._waiting]
+        others = (n for n, tenant in enumerate(tenants) if tenant != self._last_tenant)
+        return next(others, 0)
+
+    def drop(self, request_id: str) -> None:
+        """Forget the results of an aborted request."""
+        self._waiting = [each for each in self._waiting if each[0].request_id != request_id]
+
+
+def _work(seq: Sequence, last: TokenDelta, runner: Tappable) -> Iterator[TokenDelta | None]:
+    """Makes the result of a sequence, and yields None after each piece of work. Then it yields the
+    deltas with the pieces of the result, and `last` with the last one.
+    """
+    probe = seq.probe
+    assert probe is not None
+    request, count = probe.request, len(seq.tokens) - 1
+    tensors: list[Tensor] = []
+    facts: dict[str, Any] = {"token_ids": seq.token_ids, "num_prompt": seq.num_prompt}
+    facts["captures"] = []
+    for index, each in enumerate(request.captures):
+        places, values = probe.values(each.site, each.span, count)
+        facts["captures"].append({"site": each.site, "positions": places, "tensor": f"{index}"})
+        tensors.append((f"{index}", values))
+    if request.lens is not None:
+        lens = _LensWork(probe, request.lens, count)
+        for _ in lens.run(runner):
+            yield None
+        facts["lens"] = {"layers": list(request.lens.layers), "positions": lens.places}
+        tensors += [("lens.tokens", lens.tokens), ("lens.logprobs", lens.logprobs)]
+    if request.attention is not None:
+        facts["attention"] = []
+        for layer in request.attention.layers:
+            made = _pattern(probe, request.attention, layer, runner, count)
+            for _ in made.run():
+                yield None
+            name = f"blocks.{layer}.{PATTERN}"
+            facts["attention"].append({"site": name, "positions": made.places, "tensor": name})
+            tensors.append((name, made.weights))
+    if request.attribution is not None:
+        facts["attribution"] = attribution_of(seq, probe, request.attribution, runner, count)
+    yield from _pieces(tensors, {"interp": json.dumps(facts)}, last)
+
+
+def _pieces(
+    tensors: list[Tensor], metadata: dict[str, str], last: TokenDelta
+) -> Iterator[TokenDelta]:
+    described = [(name, _DTYPES[values.dtype], values.shape) for name, values in tensors]
+    parts = [memoryview(packed_header(described, metadata))]
+    parts += [
+        memoryview(np.ascontiguousarray(each).data).cast("B") for _, each in tensors if each.size
+    ]
+    piece, sent = bytearray(), 0
+    for part in parts:
+        while part:
+            room = PIECE_BYTES - len(piece)
+            piece += part[:room]
+            part = part[room:]
+            if len(piece) == PIECE_BYTES:
+                yield TokenDelta(
+                    last.request_id, last.choice, captured=bytes(piece), captured_at=sent
+                )
+                sent += len(piece)
+                piece = bytearray()
+    yield replace(last, captured=bytes(piece), captured_at=sent)
+
+
+class _LensWork:
+    """The likeliest tokens that the LM head gives for the streams after layers."""
+
+    def __init__(self, probe: Probe, lens: Lens, count: int) -> None:
+        self._probe, self._lens, self._count = probe, lens, count
+        name = site_name(lens.layers[0], "resid_post")
+        self.places = probe.values(name, lens.span, count)[0]
+        shape = (len(lens.layers), len(self.places), lens.top)
+        self.tokens: I32 = np.zeros(shape, np.int32)
+        self.logprobs: F32 = np.zeros(shape, np.float32)
+
+    def run(self, runner: Tappable) -> Iterator[None]:
+        lens = self._lens
+        for index, layer in enumerate(lens.layers):
+            name = site_name(layer, "resid_post")
+            _, values = self._probe.values(name, lens.span, self._count)
+            for start in range(0, len(values), ROWS_PER_TURN):
+                rows = values[start : start + ROWS_PER_TURN]
+                if lens.tuned:
+                    matrix, bias = (np.frombuffer(data, np.float32) for data in lens.tuned[index])
+                    rows = rows + rows @ matrix.reshape(len(bias), len(bias)).T + bias
+                for offset, logits in enumerate(runner.unembed(rows)):
+                    self._keep(index, start + offset, logits)
+                yield
+
+    def _keep(self, layer: int, place: int, logits: F32) -> None:
+        count = min(self._lens.top, len(logits))
+        if count < self.tokens.shape[2]:  # the vocabulary has fewer tokens
+            self.tokens, self.logprobs = self.tokens[..., :count], self.logprobs[..., :count]
+        best = np.argpartition(-logits, min(count, len(logits) - 1))[:count]
+        best = best[np.argsort(-logits[best], kind="stable")]
+        shifted = logits - logits.max()
+        self.tokens[layer, place] = best
+        self.logprobs[layer, place] = shifted[best] - np.log(np.exp(shifted).sum())
+
+
+def _pattern(
+    probe: Probe, attention: Attention, layer: int, runner: Tappable, count: int
+) -> Pattern:
+    places, q = probe.values(site_name(layer, "rot_q"), attention.span, count)
+    _, k = probe.values(site_name(layer, "rot_k"), type(attention.span)(), count)
+    heads = range(q.shape[1]) if attention.heads is None else attention.heads
+    return Pattern(runner.config, layer, q, k, places, heads)

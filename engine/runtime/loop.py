@@ -1,0 +1,385 @@
+"""The engine loop. An iteration reads messages, schedules a step, runs it, and sends its tokens.
+
+With an asynchronous runner (depth 1), the forward pass of a step is launched before the tokens of
+the previous step are awaited. With depth 0, each step finishes in its own iteration. If a step
+raises, its rows are bisected (`recovery.py`) to find the row that raises even alone. Only the
+request of that row fails. An error outside a step fails only the request that it concerns.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from engine.core.errors import InferenceError
+from engine.core.interfaces.request import (
+    Abort,
+    Control,
+    ControlReply,
+    Deltas,
+    GenerateRequest,
+    Stats,
+    Stop,
+    TokenDelta,
+)
+from engine.core.interfaces.stats import EngineStats
+from engine.ipc.heartbeat import UNKNOWN_PATIENCE_S, NoPulse, Pulse
+from engine.ipc.transport import Channel, ConnectionClosedError
+from engine.runtime.budget import StepBudget, StepCounter
+from engine.runtime.idle_step import warm_up
+from engine.runtime.insight.controls import answer_control
+from engine.runtime.insight.profiler import KernelTimer
+from engine.runtime.insight.snapshot import SnapshotTaker, engine_stats
+from engine.runtime.model_runner import (
+    ModelRunner,
+    PendingTokens,
+    RemoteRunner,
+    RunnerLostError,
+    StepOutput,
+)
+from engine.runtime.pacing import Pacing, StepPlan
+from engine.runtime.recovery import Bisection, is_out_of_memory
+from engine.runtime.requests.grammar import Grammars
+from engine.runtime.requests.images import ImageStore
+from engine.runtime.requests.intake import Intake
+from engine.runtime.scheduler import Scheduler
+from engine.runtime.sequence import ScheduledBatch, SequenceFaultError
+from engine.runtime.step_runner import Forwarded, StepRunner
+
+if TYPE_CHECKING:
+    from engine.runtime.groups.adapter_places import AdapterPlaces
+
+log = logging.getLogger(__name__)
+
+IDLE_POLL_S = 1.0
+REMOTE_POLL_S = 0.25  # how often an idle engine checks a runner in other processes
+COMPILE_POLL_S = 0.002
+STATS_INTERVAL_S = 0.5
+NO_ADAPTERS = (
+    "This engine serves no LoRA adapters: they need native, torch or jax, one rank, and"
+    " performance.max_adapters above 0."
+)
+MAX_SCHEDULE_FAILURES = 2  # the engine ends after more consecutive failures than this
+
+
+class Launch(msgspec.Struct, frozen=True):
+    """A step that was launched on the device. The host has not waited for its tokens yet."""
+
+    batch: ScheduledBatch
+    pending: PendingTokens
+    started_at: float
+
+
+class EngineLoop:
+    """Owns a scheduler and a runner. All work is done in the thread that calls `run`, except
+    compiling grammars and computing masks.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        channel: Channel,
+        budget: StepBudget,
+        max_queued: int,
+        pulse: Pulse | None = None,
+        grammars: Grammars | None = None,
+        images: ImageStore | None = None,
+        adapters: "Callable[[], AdapterPlaces] | None" = None,
+    ) -> None:
+        self.scheduler = scheduler
+        spec = runner.spec
+        self._pacing = Pacing(budget, spec.step_sizes) if spec.paces else None
+        self._runner = runner
+        self._channel = channel
+        self._budget = budget
+        self._pulse = pulse or NoPulse()
+        self._remote = runner if isinstance(runner, RemoteRunner) else None
+        self._step_runner = StepRunner(runner, scheduler.clock)
+        self._grammars = grammars
+        made = (grammars, images, adapters, runner)
+        self._intake = Intake(runner.spec, scheduler, max_queued, *made)
+        self._launched: Launch | None = None
+        self._stopping = False
+        self._num_steps = 0
+        self._steps = StepCounter()
+        self._finished_at = 0.0  # when the last step finished
+        self._checked_step = 0
+        self._num_invariant_failures = 0
+        self._stats_sent_at = 0.0
+        self._reported = (0, 0, 0)  # the value of `_state` at the last stats message
+        self._num_schedule_failures = 0  # consecutive
+        self._patience_s = UNKNOWN_PATIENCE_S
+        timer = runner if isinstance(runner, KernelTimer) else None
+        self._snapshots = SnapshotTaker(scheduler, timer, runner.spec.max_slots)
+        self._pulse.watch(self)
+        if runner.spec.has_state and scheduler.kv.states is None:
+            # Cached keys and values are of no use without the states that belong to them.
+            scheduler.kv.sharing = False
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether the loop is inside a call that the watchdog may interrupt."""
+        return self._step_runner.is_computing
+
+    def run(self) -> None:
+        """Serve until a `Stop` message arrives, then abort all requests and close the runner."""
+        while not self._stopping:
+            self.turn(IDLE_POLL_S)
+        self._end_all()
+
+    def turn(self, idle_timeout_s: float) -> None:
+        """Run one iteration. If there is no work, it waits up to `idle_timeout_s` for messages."""
+        if self._remote is not None:
+            self._remote.check()
+            idle_timeout_s = min(idle_timeout_s, REMOTE_POLL_S)
+        is_idle = self._launched is None and not self.scheduler.has_work
+        num_steps = self._num_steps
+        is_pending = self._intake.num_pending > 0
+        has_images = is_pending and self._intake.has_images
+        self._pulse.beat(not is_idle, self._patience_s)
+        adapters = self._intake.adapters
+        is_loading = adapters is not None and adapters.is_loading
+        if is_pending or is_loading:
+            idle_timeout_s = min(idle_timeout_s, COMPILE_POLL_S)
+        self._intake.observe(time.monotonic())
+        self._read_inbox(idle_timeout_s if is_idle and not has_images else 0.0)
+        now = time.monotonic()
+        if has_images:
+            # One image in each iteration: other requests wait at most as long as this takes.
+            self._pulse.beat(True, UNKNOWN_PATIENCE_S)
+            self._send(self._step_runner.compute(self._intake.encode_image, now))
+        if is_pending:
+            self._send(self._intake.admit_ready(now))
+        if is_loading and adapters is not None:
+            adapters.reply(self._channel.send)
+        self._send(self._intake.expire(now))
+        self._step()
+        if self.scheduler.reports:
+            self._send(self._step_runner.compute(self.scheduler.reports.advance, self._runner))
+        self._send_stats(force=not self.scheduler.has_work and self._has_news)
+        if (report := self.scheduler.kv.report) is not None and (news := report.take()) is not None:
+            self._channel.send(news)
+        # A request that ended in this very iteration may be followed by another one at once.
+        if is_idle and not self.scheduler.has_work and self._num_steps == num_steps:
+            self._tidy_up()
+
+    def _step(self) -> None:
+        scheduler = self.scheduler
+        plan = self._plan()
+        drafts = scheduler.speculation
+        if drafts is not None and drafts.awaits_tokens and not self._finish_early():
+            return
+        started_at = time.monotonic()
+        try:
+            batch = scheduler.schedule(plan.num_tokens, started_at, pauses=plan.pauses)
+        except Exception as error:
+            self._recover_schedule(error)
+            return
+        self._num_schedule_failures = 0
+        try:
+            forwarded = self._forward(batch) if batch else None
+            self._finish_launched()
+            if batch and forwarded:
+                began_at = started_at + batch.draft_s
+                pending = self._step_runner.sample(forwarded, batch)
+                self._launched = Launch(batch, pending, began_at)
+                if self._runner.spec.depth == 0:
+                    self._finish_launched()
+        except (ConnectionClosedError, RunnerLostError):
+            raise
+        except Exception as error:
+            self._recover(batch, error)
+
+    def _plan(self) -> StepPlan:
+        """The size of the next step."""
+        scheduler = self.scheduler
+        # What an engine that died had computed is computed again at full speed, and not in small
+        # parts beside decode. Otherwise the last stream would pause for much longer.
+        if scheduler.is_catching_up:
+            return StepPlan(self._budget.tokens(0, scheduler.num_running))
+        if self._pacing is not None:
+            return self._pacing.plan(scheduler.demand)
+        return StepPlan(self._budget.tokens(scheduler.num_decoding, scheduler.num_running))
+
+    def _forward(self, batch: ScheduledBatch) -> Forwarded:
+        # The heartbeat says after which time the step counts as hung.
+        self._patience_s = self._budget.patience_s(len(batch.rows), batch.num_tokens)
+        self._pulse.beat(True, self._patience_s)
+        return self._step_runner.forward(batch)
+
+    def _finish_launched(self) -> None:
+        """Wait for the launched step, if there is one, and apply its output. If waiting raises, the
+        step remains registered as launched.
+        """
+        launch = self._launched
+        if launch is None:
+            return
+        output = self._step_runner.wait(launch.pending)
+        self._launched = None
+        now = time.monotonic()
+        self._num_steps += 1
+        # If this step was queued on the device behind another step, it started when that step
+        # ended.
+        began_at = max(launch.started_at, self._finished_at)
+        seconds = now - began_at
+        lengths = [row.length for row in launch.batch.rows]
+        num_tokens, num_single = sum(lengths), lengths.count(1) + launch.batch.num_drafting
+        self._steps.add(num_tokens, seconds)
+        self.scheduler.clock.step(began_at, now, lengths, launch.batch.num_drafting)
+        self._finished_at = now
+        self._budget.record(num_single, num_tokens - num_single, seconds)
+        self._send(self.scheduler.update(launch.batch, output, now))
+
+    def _finish_early(self) -> bool:
+        """Finish the launched step before the next one is planned. Returns False if it failed."""
+        try:
+            self._finish_launched()
+        except (ConnectionClosedError, RunnerLostError):
+            raise
+        except Exception as error:
+            self._recover(None, error)
+            return False
+        return True
+
+    def _recover(self, batch: ScheduledBatch | None, error: Exception) -> None:
+        """Bisect the rows of the steps in flight: run them again in smaller groups. If a row raises
+        even alone, its request fails. At the end, a warm-up step without any request runs. If it
+        raises as well, no request is at fault, and the engine ends. So failures are sent only after
+        the warm-up.
+        """
+        log.error("a step failed; bisecting it", exc_info=error)
+        if is_out_of_memory(error):
+            self._budget.shrink()
+        launch, self._launched = self._launched, None
+        batches = ([launch.batch] if launch else []) + ([batch] if batch else [])
+        self.scheduler.rollback()
+        replayed = self._budget.tokens(0, 0) if self._runner.spec.has_state else 0
+        bisection = Bisection(self.scheduler, self._run_whole, self._send, replayed)
+        for failed in batches:
+            bisection.run(failed.rows)
+        warm_up(self._runner)
+        self._send(bisection.failures)
+
+    def _recover_schedule(self, error: Exception) -> None:
+        """Recover from an error in `Scheduler.schedule`. If one sequence caused the error, only
+        that sequence fails. Otherwise the next iteration tries again, a limited number of times.
+        """
+        if not isinstance(error, SequenceFaultError):
+            self._num_schedule_failures += 1
+            if self._num_schedule_failures > MAX_SCHEDULE_FAILURES:
+                raise error
+        log.error("a step could not be planned; planning it again", exc_info=error)
+        self._finish_early()
+        self.scheduler.rollback()
+        if isinstance(error, SequenceFaultError) and error.seq.finish_reason is None:
+            failure = InferenceError("The engine failed on this request.")
+            self._send([self.scheduler.fail(error.seq, failure, time.monotonic())])
+        self.scheduler.check()  # if the scheduler's state is broken, the engine ends here
+
+    def _run_whole(self, batch: ScheduledBatch) -> StepOutput:
+        """Run one step to the end: forward, sample, wait. No other step runs meanwhile."""
+        began_at = time.monotonic()
+        pending = self._step_runner.sample(self._forward(batch), batch)
+        output = self._step_runner.wait(pending)
+        self._num_steps += 1
+        lengths = [row.length for row in batch.rows]
+        self.scheduler.clock.step(began_at, time.monotonic(), lengths)
+        return output
+
+    def _read_inbox(self, timeout_s: float) -> None:
+        now = time.monotonic
+        for message in self._channel.poll(timeout_s):
+            if isinstance(message, GenerateRequest):
+                self._send(self._submit(message, now()))
+            elif isinstance(message, Abort):
+                self._send(self._intake.abort(message.request_id, message.choice, now()))
+            elif isinstance(message, Control):
+                if (reply := self._control(message)) is not None:
+                    self._channel.send(reply)
+            elif isinstance(message, Stop):
+                self._stopping = True
+
+    def _submit(self, request: GenerateRequest, now: float) -> list[TokenDelta]:
+        try:
+            return self._intake.submit(request, now)
+        except Exception:
+            log.exception("request %s could not be submitted", request.request_id)
+            return self._intake.fail(request, range(request.params.n), now)
+
+    def _control(self, message: Control) -> ControlReply | None:
+        if message.action == "snapshot":
+            self._send_stats(force=True)  # the counters that belong to the snapshot
+            try:
+                snapshot = self._snapshots.take(time.monotonic())
+            except Exception:  # no request depends on the live view
+                log.exception("no snapshot could be taken")
+                return ControlReply(message.control_id, False, "No snapshot could be taken.")
+            return ControlReply(message.control_id, True, snapshot=snapshot)
+        if message.action == "load_adapter":
+            if (adapters := self._intake.with_adapters()) is None:
+                return ControlReply(message.control_id, False, NO_ADAPTERS)
+            adapters.control(message)
+            return None  # the reply is sent when the adapter is loaded
+        return answer_control(self.scheduler.kv, message)
+
+    def _send(self, deltas: list[TokenDelta]) -> None:
+        if deltas:
+            self._channel.send(Deltas(tuple(deltas)))
+
+    def _end_all(self) -> None:
+        now = time.monotonic()
+        ended = [self.scheduler.finish(s, "abort", now) for s in list(self.scheduler.sequences())]
+        self._send(ended + self._intake.abort_pending(now))
+        if self.scheduler.kv.tiers is not None:
+            self.scheduler.kv.tiers.close()
+        self._runner.close()
+        if self._grammars is not None:
+            self._grammars.close()
+        self._step_runner.close()
+
+    def _tidy_up(self) -> None:
+        """Does the work that is left for idle times: expires old prefixes, and checks the
+        scheduler's invariants once after each busy period. If an invariant is broken, the failure
+        is counted and the KV cache is rebuilt.
+        """
+        self.scheduler.kv.radix.expire()
+        if self._checked_step == self._num_steps:
+            return
+        self._checked_step = self._num_steps
+        try:
+            self.scheduler.check()
+        except AssertionError:
+            self._num_invariant_failures += 1
+            log.exception("an invariant of the KV cache is broken; rebuilding it")
+            self.scheduler.rebuild()
+
+    @property
+    def _has_news(self) -> bool:
+        """Whether the step count or the number of running or waiting sequences changed since the
+        last stats message.
+        """
+        return self._reported != self._state
+
+    @property
+    def _state(self) -> tuple[int, int, int]:
+        return self._num_steps, self.scheduler.num_running, self.scheduler.num_waiting
+
+    def _send_stats(self, force: bool) -> None:
+        now = time.monotonic()
+        if force or now - self._stats_sent_at >= STATS_INTERVAL_S:
+            self._stats_sent_at = now
+            self._snapshots.expire(now)
+            self._reported = self._state
+            self._channel.send(Stats(self.stats()))
+
+    def describe(self) -> str:
+        """The loop's state for the log. The watchdog thread calls this while the loop is stuck."""
+        return str(self.stats())
+
+    def stats(self) -> EngineStats:
+        return engine_stats(
+            self.scheduler, self._num_steps, self._num_invariant_failures, self._steps.counts()
+        )

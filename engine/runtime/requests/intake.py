@@ -1,0 +1,297 @@
+"""Takes in requests in the engine process. Each request becomes sequences for the scheduler, or is
+refused. This module also ends requests whose deadline has passed.
+"""
+
+import heapq
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from engine.core.errors import (
+    EngineError,
+    InferenceError,
+    InvalidRequestError,
+    RateLimitError,
+    RequestTimeoutError,
+)
+from engine.core.forecast import may_take
+from engine.core.interfaces.request import GenerateRequest, TokenDelta
+from engine.runtime.model_runner import ModelRunner, RunnerSpec
+from engine.runtime.outputs import refusal, too_late
+from engine.runtime.requests.checks import RequestChecks
+from engine.runtime.requests.grammar import Grammars
+from engine.runtime.requests.images import (
+    ImageAccount,
+    ImageStore,
+    held_bytes,
+    placed_tokens,
+)
+from engine.runtime.requests.new_sequences import ReadyRequest, SequenceMaker
+from engine.runtime.scheduler import Scheduler
+from engine.runtime.sequence import PendingRequest, Sequence
+
+if TYPE_CHECKING:
+    from engine.runtime.groups.adapter_places import AdapterPlaces
+
+log = logging.getLogger(__name__)
+
+LOADING_GRACE_S = 1.0
+
+
+class Intake:
+    """Checks requests, waits for their grammars to compile, their images to be encoded and their
+    adapters to be loaded, and puts them into the scheduler's queue.
+    """
+
+    def __init__(
+        self,
+        spec: RunnerSpec,
+        scheduler: Scheduler,
+        max_queued: int,
+        grammars: Grammars | None = None,
+        images: ImageStore | None = None,
+        make_adapters: "Callable[[], AdapterPlaces] | None" = None,
+        runner: ModelRunner | None = None,
+    ) -> None:
+        self._grammars = grammars
+        self._images = images
+        self._account = None if images is None else ImageAccount(images)
+        self._make_adapters = make_adapters
+        self.adapters: AdapterPlaces | None = None  # made when the first one is used
+        self._pending: dict[str, PendingRequest] = {}
+        self._max_queued = max_queued
+        self._scheduler = scheduler
+        self._maker = SequenceMaker(spec, scheduler, runner)
+        self._checks = RequestChecks(spec, scheduler, self._maker)
+        # A heap of deadlines. An entry has the deadline and all choices of a request. Entries of
+        # ended requests stay in the heap for a while. They are removed when they are the majority.
+        self._deadlines: list[tuple[float, int, list[Sequence]]] = []
+
+    @property
+    def num_pending(self) -> int:
+        """Number of requests that wait for a grammar, images or an adapter."""
+        return len(self._pending)
+
+    def observe(self, now: float) -> None:
+        """Measure how fast sequences start. The engine calls this in each turn."""
+        self._checks.observe(now)
+
+    def submit(self, request: GenerateRequest, now: float) -> list[TokenDelta]:
+        """Queue every choice of a request. Returns an empty list or, if the request is refused, a
+        final delta with the error for each choice.
+        """
+        prompt = self._checks.packed(request.prompt)
+        error = self._find_no_room(request) or self._find_lack(request)
+        error = error or self._checks.find_fault(request, prompt)
+        error = error or self._checks.find_wait(request)
+        choices = _choices(request)
+        if error is not None:
+            return refusals(request, choices, error)
+        assert prompt is not None
+        if request.grammar is None and not request.images and request.adapter is None:
+            try:
+                self._enqueue(ReadyRequest(request, prompt, choices, now), now)
+            except EngineError as refused:
+                return refusals(request, choices, refused)
+            return []
+        matcher = None
+        if request.grammar is not None:
+            assert self._grammars is not None
+            matcher = self._grammars.compile(request.grammar)
+        self._pending[request.request_id] = PendingRequest(request, prompt, choices, matcher, now)
+        return self.admit_ready(now)
+
+    def admit_ready(self, now: float) -> list[TokenDelta]:
+        """Queue the requests whose grammar is compiled and whose images are encoded. Refuse a
+        request if its grammar failed to compile, or if it was not ready within its time limit.
+        """
+        refused: list[TokenDelta] = []
+        if self.adapters is not None:
+            self.adapters.begin_pass()
+        for each in list(self._pending.values()):
+            request, timeout_s = each.request, each.request.timeout_s
+            try:
+                place = self._place(request) if each.is_ready else None
+            except EngineError as error:
+                del self._pending[request.request_id]
+                refused += refusals(request, each.choices, error)
+                continue
+            except Exception:  # such as a lack of memory on the device
+                log.exception("request %s got no adapter", request.request_id)
+                refused += self.fail(request, each.choices, now)
+                continue
+            if place is None:
+                if timeout_s is not None and now > each.submitted_at + timeout_s:
+                    del self._pending[request.request_id]
+                    late = RequestTimeoutError("The request's time limit passed before it began.")
+                    refused += refusals(request, each.choices, late)
+                continue
+            del self._pending[request.request_id]
+            try:
+                matcher = None if each.matcher is None else each.matcher.result()
+                prompt = placed_tokens(each.prompt, each.images)
+                images, since = tuple(each.images), each.submitted_at
+                ready = ReadyRequest(request, prompt, each.choices, since, matcher, images, place)
+                self._enqueue(ready, now)
+            except EngineError as error:
+                refused += refusals(request, each.choices, error)
+            except Exception:
+                log.exception("request %s could not be queued", request.request_id)
+                refused += self.fail(request, each.choices, now)
+        return refused
+
+    def _place(self, request: GenerateRequest) -> int | None:
+        """The place of the request's adapter. None: the request must wait for it."""
+        if request.adapter is None:
+            return 0
+        assert self.adapters is not None, "`_find_lack` made it"
+        return self.adapters.place(request.adapter)
+
+    def with_adapters(self) -> "AdapterPlaces | None":
+        """The places of LoRA adapters. None if the runner does not compute adapters."""
+        if self.adapters is None and self._make_adapters is not None:
+            self.adapters = self._make_adapters()
+        return self.adapters
+
+    @property
+    def has_images(self) -> bool:
+        """Whether an image waits to be encoded."""
+        return self._next_with_image() is not None
+
+    def encode_image(self, now: float) -> list[TokenDelta]:
+        """Encode the next image of the request that waits longest, or refuse this request."""
+        pending = self._next_with_image()
+        if pending is None or self._images is None:
+            return []
+        request, image = pending.request, pending.request.images[len(pending.images)]
+        try:
+            pending.images.append(self._images.place(image, request.prompt[image.start]))
+            return []
+        except Exception:
+            log.exception("an image of request %s could not be encoded", request.request_id)
+            return self.fail(request, pending.choices, now)
+
+    def _next_with_image(self) -> PendingRequest | None:
+        waiting = self._pending.values()
+        return next((each for each in waiting if len(each.images) < len(each.request.images)), None)
+
+    def fail(
+        self, request: GenerateRequest, choices: Iterable[int], now: float
+    ) -> list[TokenDelta]:
+        """Remove a request that could not be queued because of an unexpected error."""
+        self._pending.pop(request.request_id, None)
+        self._scheduler.abort(request.request_id, None, now)
+        return refusals(
+            request, choices, InferenceError("The engine could not take in this request.")
+        )
+
+    def abort(self, request_id: str, choice: int | None, now: float) -> list[TokenDelta]:
+        """Abort one choice of a request, or all choices if `choice` is None, in any state. Unknown
+        ids are ignored.
+        """
+        pending = self._pending.get(request_id)
+        if pending is None:
+            return self._scheduler.abort(request_id, choice, now)
+        ended = [each for each in pending.choices if choice in (None, each)]
+        pending.choices[:] = [each for each in pending.choices if each not in ended]
+        if not pending.choices:
+            del self._pending[request_id]
+        return [TokenDelta(request_id, each, finish_reason="abort") for each in ended]
+
+    def abort_pending(self, now: float) -> list[TokenDelta]:
+        """Abort every request that waits for its grammar or its images."""
+        return [delta for each in list(self._pending) for delta in self.abort(each, None, now)]
+
+    def _enqueue(self, ready: ReadyRequest, now: float) -> None:
+        group: list[Sequence] = []
+        try:
+            for seq in self._maker.sequences(ready, now):
+                self._scheduler.add(seq)
+                group.append(seq)
+        except Exception:
+            # If one choice can't be queued, none of them runs.
+            self._scheduler.abort(ready.request.request_id, None, now)
+            raise
+        self._scheduler.has_adapters |= ready.place > 0
+        for when in ready.deadlines(now):
+            if when is not None:
+                heapq.heappush(self._deadlines, (when, group[0].arrival, group))
+        self._drop_ended()
+
+    def expire(self, now: float) -> list[TokenDelta]:
+        """End requests whose deadline has passed, and requests that waited too long for admission.
+        A request counts as admitted once one of its choices is admitted. Its other choices may then
+        wait longer.
+        """
+        ended = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            when, _, group = heapq.heappop(self._deadlines)
+            is_over = when == group[0].deadline
+            if not is_over and any(seq.started_at is not None for seq in group):
+                continue
+            if not is_over and any(seq.load is not None for seq in group):
+                # It waits for blocks of a tier, and not for its turn.
+                later = now + LOADING_GRACE_S
+                heapq.heappush(self._deadlines, (later, group[0].arrival, group))
+                continue
+            error = too_late(is_over, now - group[0].queued_at)
+            live = [seq for seq in group if seq.finish_reason is None]
+            ended += [self._scheduler.fail(seq, error, now) for seq in live]
+        return ended
+
+    def _drop_ended(self) -> None:
+        live = self._scheduler.num_running + self._scheduler.num_waiting
+        if len(self._deadlines) > 64 + 4 * live:
+            self._deadlines = [
+                entry for entry in self._deadlines if any(not seq.finish_reason for seq in entry[2])
+            ]
+            heapq.heapify(self._deadlines)
+
+    def _find_no_room(self, request: GenerateRequest) -> EngineError | None:
+        """An error if too much is waiting."""
+        if request.resumed is None and not self._has_place(request.tenant):
+            return RateLimitError(
+                "Too many requests are waiting; try again later.",
+                retry_after=self._checks.wait_s(request),
+            )
+        if not request.images:
+            return None
+        return None if self._account is None else self._account.find_fault(request, self._held())
+
+    def _held(self) -> Iterator[tuple[str, int]]:
+        """The tenant and the bytes of each request with images that has not ended."""
+        assert self._account is not None
+        for each in self._pending.values():
+            yield each.request.tenant, self._account.needed(each.request.images)
+        queued = {seq.request_id: seq for seq in self._scheduler.sequences() if seq.images}
+        for seq in queued.values():  # choices share their images
+            yield seq.tenant, held_bytes(seq.images)
+
+    def _has_place(self, tenant: str) -> bool:
+        """Whether one more request of the tenant may wait."""
+        own = sum(each.request.tenant == tenant for each in self._pending.values())
+        own += self._scheduler.waiting.counts().get(tenant, 0)
+        num_taken = self._scheduler.num_waiting + self.num_pending
+        return may_take(tenant, own, num_taken, self._max_queued)
+
+    def _find_lack(self, request: GenerateRequest) -> EngineError | None:
+        """An error if the request needs what this engine does not have."""
+        if request.grammar is not None and self._grammars is None:
+            return InvalidRequestError("This engine follows no grammars.")
+        if request.adapter is not None and self.with_adapters() is None:
+            return InvalidRequestError("This engine serves no LoRA adapters.", param="model")
+        if request.images and self._images is None:
+            return InvalidRequestError("This engine does not read images.")
+        return None
+
+
+def refusals(
+    request: GenerateRequest, choices: Iterable[int], error: EngineError
+) -> list[TokenDelta]:
+    return [refusal(request.request_id, choice, error) for choice in choices]
+
+
+def _choices(request: GenerateRequest) -> list[int]:
+    if request.resumed is None:
+        return list(range(request.params.n))
+    return [each.choice for each in request.resumed]

@@ -1,0 +1,299 @@
+"""Speculation: guesses the next tokens of a sequence, and verifies all of them in one step.
+
+The guess is a draft. It is what followed the last tokens of the sequence at an earlier place, in
+the sequence itself or in a text that the client expects, or it is what a small model says
+(`ModelDrafts`). For each sequence and step, the source that is expected to save more time drafts. A
+draft makes the row of its sequence longer. The step samples a token after each token of the row,
+with the same arithmetic and the same random numbers as a step without a draft. A draft token is
+accepted if it is the token that was sampled for its position. So the output does not depend on
+speculation, only its speed does.
+"""
+
+import logging
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from engine.core.errors import ConfigError
+from engine.runtime.budget import StepBudget
+from engine.runtime.kv_cache import KVCache
+from engine.runtime.model_runner import MAX_SCORED, RunnerSpec
+from engine.runtime.sequence import Row, Sequence
+from engine.runtime.speculation.lookup import MARGIN, Drafter, Odds, cached_rest
+
+if TYPE_CHECKING:
+    from engine.runtime.speculation.model_drafts import ModelDrafts, Offer
+
+log = logging.getLogger(__name__)
+
+MAX_DRAFT = 16  # tokens
+MAX_CREDIT = 8.0  # see `Drafter.credit`
+
+
+def speculates(spec: RunnerSpec, setting: str) -> bool:
+    """Whether steps verify drafts. The setting is "auto", "on" or "off"."""
+    if setting == "on" and not spec.verifies_drafts:
+        raise ConfigError(
+            'performance.speculation = "on": this framework or model can\'t verify guessed tokens; '
+            'set it to "auto"'
+        )
+    return setting != "off" and spec.verifies_drafts and (spec.has_exact_drafts or setting == "on")
+
+
+class _Terms(msgspec.Struct, frozen=True):
+    """What the drafts of a step may cost."""
+
+    price: float  # of verifying one token, in units of a generated token's cost
+    spare: int  # KV blocks that drafts leave to others
+    limit: int  # tokens of a draft of the draft model
+
+
+class Speculation:
+    """Adds drafts to the rows of a step, and takes the tokens of drafts that were right."""
+
+    def __init__(self, kv: KVCache, budget: StepBudget, model: "ModelDrafts | None" = None) -> None:
+        self._kv = kv
+        self._budget = budget
+        self._odds = Odds()
+        self.model = model  # None: there is no draft model
+        # Whether the next step should be planned when all tokens are known. Without overlapped
+        # steps, they always are. The draft model needs them. If most rows have drafts, the others
+        # wait for these rows, so that all are computed together again.
+        self.awaits_tokens = False
+        self.draft_s = 0.0  # seconds that the draft model took while the last step was planned
+        self.num_drafted = self.num_accepted = 0
+        self.num_model_drafted = self.num_model_accepted = 0  # those of the draft model
+
+    def begin(self, seq: Sequence) -> None:
+        """Give a new sequence a drafter, if its tokens can be verified. Some parameters depend on
+        all earlier tokens in a way that the sampling inputs of a step cannot express.
+        """
+        params = seq.params
+        depends_on_output = params.sampled_on_host or params.dry_multiplier > 0 or seq.bad_words
+        if depends_on_output or seq.probe is not None:
+            return
+        if not seq.pools and seq.max_tokens > 1:
+            seq.drafter = Drafter(seq.tokens, seq.expected, self._odds)
+
+    def end(self, seq: Sequence) -> None:
+        """A sequence has ended."""
+        if self.model is not None:
+            self.model.end(seq)
+
+    def add_drafts(self, rows: list[Row], budget: int) -> int:
+        """Replace rows of one token by rows with drafts, where that is expected to save time. At
+        most `budget` tokens are added. Returns the number of tokens of all rows with drafts.
+        """
+        self.awaits_tokens, self.draft_s = False, 0.0
+        num_decoding = sum(row.samples and row.length == 1 for row in rows)
+        room = self._room(rows, num_decoding, budget)
+        has_model = self.model is not None and num_decoding and self.model.begin(num_decoding)
+        if not num_decoding or room <= 0 or any(row.num_scored for row in rows):
+            return 0
+        price = self._budget.price(num_decoding)
+        terms = _Terms(price, len(rows), max(1, room // num_decoding))
+        if MARGIN * terms.price >= 1:
+            return 0
+        asked: list[tuple[int, Offer]] = []  # rows for which the draft model guesses
+        found: list[tuple[int, int]] = []  # rows with a guess by lookup, and its useful length
+        for index, row in enumerate(rows):
+            drafter = row.seq.drafter
+            if drafter is None or not _can_follow(row):
+                continue
+            try:
+                if drafter.asks_cache:
+                    drafter.expect(cached_rest(self._kv, row.seq.namespace, row.seq.tokens))
+                drafter.follow()
+                count = self._num_worthwhile(row, drafter, terms.price, room)
+                most = min(room, terms.limit)
+                offer = self._offer(row, drafter, terms, most, count) if has_model else None
+            except Exception:
+                _go_without(row.seq)
+                continue
+            if offer is not None:
+                asked.append((index, offer))
+                room -= offer.count
+            elif count:
+                found.append((index, count))
+        num_tokens = self._add_found(rows, found, terms, room) if found else 0
+        num_tokens += self._add_model_drafts(rows, asked, terms) if asked else 0
+        if 2 * sum(bool(row.draft) for row in rows) >= len(rows):
+            self.awaits_tokens = True
+        return num_tokens
+
+    def _add_found(
+        self, rows: list[Row], found: list[tuple[int, int]], terms: _Terms, room: int
+    ) -> int:
+        """Draft what lookup has found. Returns the number of tokens of the rows that get a
+        draft.
+        """
+        num_tokens = 0
+        counts = fair_shares([count for _, count in found], room)
+        for (index, _), count in zip(found, counts, strict=True):
+            row, drafter = rows[index], rows[index].seq.drafter
+            assert drafter is not None
+            try:
+                guess = drafter.guess(count + _num_sampling(row))[_num_sampling(row) :]
+                draft = self._fitting(row, guess, terms)
+            except Exception:
+                _go_without(row.seq)
+                continue
+            if draft:
+                rows[index] = _with_draft(row, draft, by_model=False, price=terms.price)
+                num_tokens += 1 + len(draft)
+        return num_tokens
+
+    def _room(self, rows: list[Row], num_decoding: int, budget: int) -> int:
+        """How many tokens the drafts of a step may have. With several sequences, each waits for the
+        drafts of all others, so the step is kept short.
+        """
+        room = min(budget, MAX_SCORED)
+        if num_decoding <= 1:
+            return room
+        num_prompt_tokens = sum(row.length for row in rows) - num_decoding
+        return min(room, self._budget.draft_tokens(num_decoding, num_prompt_tokens))
+
+    def _add_model_drafts(
+        self, rows: list[Row], asked: "list[tuple[int, Offer]]", terms: _Terms
+    ) -> int:
+        """Let the draft model guess for some rows. Returns the number of tokens of those that get a
+        draft. If the draft model fails, the engine goes on without it, and its memory is freed.
+        """
+        model = self.model
+        assert model is not None
+        try:
+            drafts = model.draft([(rows[index].seq, offer.count) for index, offer in asked])
+        except Exception:
+            log.exception("the draft model failed; the engine goes on without it")
+            self.model = None
+            model.close()
+            return 0
+        self.draft_s, num_tokens = model.draft_s, 0
+        for (index, offer), guess in zip(asked, drafts, strict=True):
+            row, drafter = rows[index], rows[index].seq.drafter
+            assert drafter is not None
+            if guess is None:
+                drafter.asks_model = False
+            elif draft := self._fitting(row, guess, terms):
+                rows[index] = _with_draft(row, draft, by_model=True, price=terms.price)
+                drafter.credit -= (offer.price - terms.price) * len(guess)
+                num_tokens += 1 + len(draft)
+        return num_tokens
+
+    def accept(self, row: Row, sampled: list[int], is_finite: bool) -> list[int]:
+        """Verify a draft. `sampled` are the tokens that the step sampled after each token of the
+        row. Returns those that follow from right tokens, and reduces `num_computed` to these. If
+        the row gave non-finite values, none count: the draft may be the reason. The sequence then
+        goes on without drafts.
+        """
+        seq, draft = row.seq, row.draft
+        count = 0
+        while is_finite and count < len(draft) and draft[count] == sampled[count]:
+            count += 1
+        self.num_drafted += len(draft)
+        self.num_accepted += count
+        drafter = seq.drafter
+        if drafter is not None:
+            drafter.credit = min(drafter.credit + count, MAX_CREDIT)
+            if drafter.was_by_model:
+                self.num_model_drafted += len(draft)
+                self.num_model_accepted += count
+                if self.model is not None:
+                    self.model.verified(seq, len(draft), count, drafter.price)
+        if not is_finite:
+            seq.drafter = None
+        num_taken = count + 1 if is_finite else 0
+        if seq.life == row.life:
+            seq.num_computed -= row.length - num_taken
+        return sampled[:num_taken]
+
+    def _num_worthwhile(self, row: Row, drafter: Drafter, price: float, room: int) -> int:
+        """How many tokens to draft by lookup. With overlapped steps, the first guess is for the
+        token that is being sampled, which is not drafted.
+        """
+        if not drafter.match:
+            return 0
+        limit = min(self._limit(row, room), int(drafter.credit / price))
+        sampling = _num_sampling(row)
+        return max(0, self._odds.worthwhile(drafter.match, price, limit + sampling) - sampling)
+
+    def _limit(self, row: Row, room: int) -> int:
+        """The max number of tokens of a draft."""
+        return min(MAX_DRAFT, room, row.seq.max_len - row.start - 1, self._kv.max_row - 1)
+
+    def _offer(
+        self, row: Row, drafter: Drafter, terms: _Terms, room: int, count: int
+    ) -> "Offer | None":
+        """What the draft model would do for a row, or None if lookup, which would draft `count`
+        tokens, is expected to save more.
+        """
+        assert self.model is not None
+        if not drafter.asks_model:
+            return None
+        limit = self._limit(row, room)
+        offer = self.model.offer(row.seq, terms.price, drafter.credit, limit)
+        if offer.gain <= self._odds.gain(drafter.match, terms.price, count):
+            return None
+        if _num_sampling(row):
+            self.awaits_tokens = True
+            return None
+        return offer
+
+    def _fitting(self, row: Row, draft: list[int], terms: _Terms) -> tuple[int, ...]:
+        """The part of a draft that the step can verify: up to a stop token, as far as the grammar
+        allows it, and as far as there are KV blocks.
+        """
+        seq, before = row.seq, row.start + 1
+        for index, token in enumerate(draft):
+            # The token after the draft may be a stop token. Tokens of images are negative.
+            if token < 0 or token in seq.stop_ids:
+                del draft[index:]
+                break
+        if draft and seq.constraint is not None:
+            del draft[seq.constraint.num_allowed(draft) :]
+        end = before + len(draft)
+        if end > seq.room and not self._kv.extend(seq, end, terms.spare):
+            del draft[seq.room - before :]
+        return tuple(draft)
+
+
+def fair_shares(counts: list[int], room: int) -> list[int]:
+    """Divide the room of a step's drafts. Short drafts leave their part of it to longer ones."""
+    shares = [0] * len(counts)
+    by_length = sorted(range(len(counts)), key=counts.__getitem__)
+    for place, index in enumerate(by_length):
+        shares[index] = min(counts[index], room // (len(counts) - place))
+        room -= shares[index]
+    return shares
+
+
+def _go_without(seq: Sequence) -> None:
+    """The guess for a sequence failed. Only the drafts of this sequence end."""
+    log.exception("request %s goes on without speculation", seq.request_id)
+    seq.drafter = None
+
+
+def _num_sampling(row: Row) -> int:
+    """1 if the token of a decode row is still being sampled, else 0."""
+    return row.start + 1 - len(row.seq.tokens)
+
+
+def _with_draft(row: Row, draft: tuple[int, ...], *, by_model: bool, price: float) -> Row:
+    seq, drafter = row.seq, row.seq.drafter
+    assert drafter is not None
+    seq.num_computed += len(draft)
+    drafter.credit -= price * len(draft)
+    drafter.was_by_model, drafter.price = by_model, price
+    return row._replace(length=1 + len(draft), draft=draft)
+
+
+def _can_follow(row: Row) -> bool:
+    """Whether a draft can follow the row's token. The last token of a prompt is not decoded. If the
+    host does not know the row's token yet, grammar and penalties cannot count it.
+    """
+    seq = row.seq
+    if row.length != 1 or row.start < seq.num_prompt:
+        return False
+    if row.start < len(seq.tokens):
+        return True
+    return seq.constraint is None and not seq.params.has_penalties

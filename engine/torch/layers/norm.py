@@ -1,0 +1,39 @@
+"""Norms over the last dimension. Mean and variance are computed in float32 for all dtypes."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.torch.kernels.norm import add_rms_norm, rms_norm
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dim() > 2:  # a norm per head; on a GPU the RoPE kernel computes these norms
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns norm(x + residual), and the sum itself, which is the new residual stream."""
+        return add_rms_norm(x, residual, self.weight, self.eps)
+
+
+class LayerNorm(nn.Module):
+    def __init__(self, size: int, eps: float, bias: bool = True) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(size))
+        self.bias = nn.Parameter(torch.empty(size)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns norm(x + residual), and the sum itself, which is the new residual stream."""
+        total = residual + x
+        return self(total), total

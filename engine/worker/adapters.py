@@ -1,0 +1,22 @@
+"""Makes the places of LoRA adapters for an engine. Imported when the first adapter is used."""
+
+from engine.adapters.reading import open_adapter
+from engine.core.memory import memory_room
+from engine.ipc.options import EngineOptions
+from engine.runtime.groups.adapter_places import AdapterPlaces
+from engine.runtime.model_runner import AdapterRunner
+from engine.runtime.scheduler import Scheduler
+from engine.weights.model import ModelSource
+
+
+def adapter_places(
+    runner: AdapterRunner, options: EngineOptions, scheduler: Scheduler, source: ModelSource
+) -> AdapterPlaces:
+    config, max_rank = source.config, options.max_adapter_rank
+    return AdapterPlaces(
+        runner,
+        lambda path: open_adapter(path, config, max_rank),
+        lambda: {seq.adapter for seq in scheduler.sequences()},
+        options.max_adapters,
+        min(options.adapter_bytes, memory_room().plannable // 4),
+    )
