@@ -31,7 +31,8 @@ class HeldImages:
         ):
             raise RateLimitError(
                 f"Running requests hold {whole // 2**20} MiB of images, of which {own // 2**20} MiB"
-                " are of your requests; there is no room for more. Try again later."
+                " are of your requests; there is no room for more. Try again later.",
+                retry_after=None,
             )
         self._held[request_id] = (tenant, num_bytes)
 

@@ -38,9 +38,13 @@ class FairShare:
     def given(self, tenant: str) -> int:
         return self._given.get(tenant, self._clock)
 
+    def given_at_begin(self, tenant: str) -> int:
+        """What a tenant without waiting sequences counts as given when its first one comes."""
+        return max(self.given(tenant), self._clock)
+
     def begin(self, tenant: str) -> None:
         """Called when a tenant's first sequence starts to wait."""
-        self._given[tenant] = max(self.given(tenant), self._clock)
+        self._given[tenant] = self.given_at_begin(tenant)
 
     def end(self, waiting: Collection[str]) -> None:
         """Called when a tenant's last waiting sequence has left the queue. `waiting` are the
@@ -266,13 +270,15 @@ class WaitingLine:
         lines = self._lines.get(rank, {})
         own = lines.get(tenant, [])
         count = bisect_right(own, priority * AGING_STEPS + step, key=lambda s: _urgency(s)[0])
-        level = self._share.given(tenant) + sum(map(_charge, own[:count]))
+        share = self._share
+        given = share.given if tenant in self._num_waiting else share.given_at_begin
+        level = given(tenant) + sum(map(_charge, own[:count]))
         for other, line in lines.items():
-            given = self._share.given(other)
+            theirs = share.given(other)
             for seq in line if other != tenant else ():
-                if seq.started_at is None and given > level:
+                if seq.started_at is None and theirs > level:
                     break
-                given += _charge(seq)
+                theirs += _charge(seq)
                 count += 1
         for other_rank, others in self._lines.items():
             if other_rank != rank:

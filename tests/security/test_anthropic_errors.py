@@ -89,7 +89,7 @@ async def test_failures_before_the_route(client: httpx.AsyncClient, path: str) -
     host = {"host": "evil.example"}
     assert await kind(400, json=body_for(path), headers=host) == "invalid_request_error"
     assert await kind(415, content=b"{}") == "invalid_request_error"
-    assert await kind(400, json={"x": "y" * 2**20}) == "invalid_request_error"
+    assert await kind(413, json={"x": "y" * 2**20}) == "request_too_large"
     js = {"content-type": "application/json"}
     for content in (b"", b"{", b"[]", b"\xff", b'{"a": NaN}', b"[" * 100_000):
         assert await kind(400, content=content, headers=js) == "invalid_request_error"
@@ -238,7 +238,7 @@ async def test_warnings_hold_no_text_of_the_client(client: httpx.AsyncClient) ->
         ({"max_tokens": 0}, KEY, anthropic.BadRequestError),
         ({}, "wrong", anthropic.AuthenticationError),
         ({"model": "other"}, KEY, anthropic.NotFoundError),
-        ({"system": "x" * 2**20}, KEY, anthropic.BadRequestError),
+        ({"system": "x" * 2**20}, KEY, anthropic.ContentTooLargeError),
     ],
 )
 def test_the_client_raises_its_own_exceptions(

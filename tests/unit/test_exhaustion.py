@@ -61,7 +61,8 @@ def test_a_start_under_a_small_limit_is_refused_in_one_line(limit: str):
 
 @pytest.mark.seconds
 def test_an_engine_that_does_not_fit_into_a_limit_says_so_without_a_traceback(default_model):
-    command = [sys.executable, "-m", "engine.cli.main", "serve", str(default_model), "--port", "0"]
+    command = [sys.executable, "-m", "engine.cli.main", "serve", str(default_model)]
+    command += ["--port", "0", "--memory-pool-size-mb", "4096"]
     done = subprocess.run(
         ["sh", "-c", 'ulimit -v 1100000; exec "$@"', "sh", *command],
         capture_output=True,

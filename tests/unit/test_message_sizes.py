@@ -225,8 +225,9 @@ def test_a_frame_of_shards_that_is_too_large_is_not_sent(monkeypatch: pytest.Mon
     ours = socket.create_connection(listening.getsockname())
     theirs, _ = listening.accept()
     one, other = TcpLink(ours), TcpLink(theirs)
-    one._trust()
-    other._trust()
+    one._trust(b"token", "a", "b", is_lead=True)
+    other._trust(b"token", "a", "b", is_lead=False)
+    one.max_bytes = other.max_bytes = LIMIT
     with pytest.raises(FrameError, match="not sent"):
         one.send(encode_shard(["x" * LIMIT]))
     one.send(encode_shard(["small"]))

@@ -313,13 +313,13 @@ def test_nobodys_results_go_because_of_anothers(monkeypatch: pytest.MonkeyPatch)
     submissions = generate.Submissions()
     submissions.add(cast(generate.Submission, Kept("of alice", "alice", time.monotonic())))
     for number in range(9):
-        submissions.make_room()
+        submissions.make_room("bob")
         kept = Kept(f"of bob {number}", "bob", time.monotonic())
         submissions.add(cast(generate.Submission, kept))
     assert submissions.find("of alice", "alice")
-    assert submissions.find("of bob 6", "bob")
+    assert submissions.find("of bob 7", "bob")
     with pytest.raises(NotFoundError):
-        submissions.find("of bob 5", "bob")
+        submissions.find("of bob 6", "bob")
 
 
 def test_a_submission_belongs_to_its_key() -> None:

@@ -78,9 +78,11 @@ async def test_a_prompt_that_is_too_long_is_a_400(
 
 
 @pytest.mark.parametrize("path", bodies(""))
-async def test_so_is_one_larger_than_a_body_may_be(client: httpx.AsyncClient, path: str) -> None:
+async def test_a_body_that_is_too_large_names_the_context_length_too(
+    client: httpx.AsyncClient, path: str
+) -> None:
     answer = await client.post(path, json=bodies("w " * 2**20)[path])
-    assert answer.status_code == 400, answer.text
+    assert answer.status_code == 413, answer.text
     message = answer.json()["error"]["message"]
     assert f"This model's maximum context length is {CONTEXT_LENGTH} tokens." in message
 

@@ -47,8 +47,10 @@ class ResultStore:
             others = self.num_bytes - sum(len(kept.data) for _, kept in own)
             room = min(room, SHARES * room - others)
             if len(data) > room:
+                next_free = next(iter(self._kept.values())).expires_at - time.monotonic()
                 raise RateLimitError(
-                    "interp: the stored results of all tenants fill their memory; try again later."
+                    "interp: the stored results of all tenants fill their memory; try again later.",
+                    retry_after=next_free,
                 )
             used = len(data) + sum(len(kept.data) for _, kept in own)
             for number, (name, kept) in enumerate(own):
