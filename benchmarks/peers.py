@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benchmarks.machine import vllm_dtype
 from benchmarks.process import ServerSpec
-from engine.core.store.model_store import store_directory
+from engine.core.folders import store_directory
 
 OURS = "engine"
 OURS_FAST = "engine fast"

@@ -3,7 +3,7 @@
 from typing import Any
 
 from engine.core.interfaces.backend import FinishEvent, TextEvent
-from engine.servers.openai.capabilities import TRANSLATING
+from engine.servers.capabilities import TRANSLATING
 from tests.fake_backend import Script, reasoning_script
 
 CHAT, COMPLETIONS, GENERATE = TRANSLATING

@@ -27,7 +27,7 @@ from engine.core.interfaces.backend import (
     UsageEvent,
 )
 from engine.core.interfaces.request import SamplingParams
-from engine.frontend.prompts import check_context
+from engine.core.text.context_length import check_context
 
 
 @dataclass(frozen=True, slots=True)

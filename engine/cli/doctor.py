@@ -302,7 +302,8 @@ def _native_backend(kernels: Finding) -> Finding:
 
 
 def _settings_and_model(config: Path | None) -> list[Finding]:
-    from engine.core.store.model_store import resolve_model, store_directory
+    from engine.core.folders import store_directory
+    from engine.core.store.model_store import resolve_model
 
     store = store_directory()
     existing = next(each for each in (store, *store.parents) if each.exists())

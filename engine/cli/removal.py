@@ -54,7 +54,7 @@ def packed_copies(path: Path) -> list[Path]:
     """The packed copies of a model. Their names begin with the stem of the model's path. A copy of
     another model with the same stem may be among them; it is made again at that model's next start.
     """
-    from engine.core.store.model_store import store_directory
+    from engine.core.folders import store_directory
 
     return sorted((store_directory().parent / "packed").glob(f"{path.stem[:64]}-*.packed"))
 

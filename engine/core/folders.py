@@ -9,6 +9,11 @@ def cache_directory() -> Path:
     return _home("XDG_CACHE_HOME", ".cache") / "engine"
 
 
+def store_directory() -> Path:
+    """The default model store: $XDG_CACHE_HOME/engine/models, or ~/.cache/engine/models."""
+    return cache_directory() / "models"
+
+
 def data_directory() -> Path:
     """$XDG_DATA_HOME/engine, or ~/.local/share/engine. It has files, adapters and jobs."""
     return _home("XDG_DATA_HOME", ".local/share") / "engine"

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from engine.core.errors import EngineError, InferenceError, error_from_code
 from engine.core.interfaces.backend import Embeddings, EmbedRequest, TextPair
 from engine.core.interfaces.request import AdapterRef, GenerateRequest, SamplingParams, TokenDelta
+from engine.core.text.context_length import check_input
 from engine.frontend.link import Link
-from engine.frontend.prompts import check_input, check_prompt
+from engine.frontend.prompts import check_prompt
 from engine.frontend.survival import Engine
 from engine.frontend.text_model import TextModel
 

@@ -15,9 +15,9 @@ import msgspec
 
 from engine import __version__
 from engine.architectures.base import ModelConfig
+from engine.core.folders import store_directory
 from engine.core.sandbox.private_files import open_private, write_private
 from engine.core.store.checkpoint_files import mmproj_beside
-from engine.core.store.model_store import store_directory
 from engine.core.text.tokenizer_tables import TokenizerTables
 
 log = logging.getLogger(__name__)

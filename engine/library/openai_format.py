@@ -9,9 +9,9 @@ from engine.core.interfaces.backend import UsageEvent
 from engine.core.store.catalogue import DEFAULT_MODEL
 from engine.llm import LLM
 from engine.sampling_params import make_params
-from engine.servers.http.sse import DONE
 from engine.servers.openai.format import ChatStream, Collected, Envelope, chat_body, new_envelope
 from engine.servers.openai.token_fields import TokenFields
+from engine.servers.serving.sse import DONE
 
 Messages = Sequence[Mapping[str, Any]]
 

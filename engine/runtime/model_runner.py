@@ -33,6 +33,7 @@ MAX_SCORED = 128
 # Every step may compute this many prefill tokens, however long they take. With fewer tokens,
 # dequantizing the weights would dominate the cost.
 PROMPT_TOKENS = 64
+ALL_ALLOWED = 0xFFFFFFFF  # a word of a token mask, with all bits set
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]

@@ -38,7 +38,7 @@ from engine.servers.serving.watcher import EngineWatcher
 if TYPE_CHECKING:
     from engine.core.observability.otel import Telemetry
     from engine.routing.nodes.manager import NodeManager
-    from engine.servers.ops.replay import Recorder
+    from engine.servers.http.recorder import Recorder
 
 
 def add_routes(app: FastAPI, services: Services, target: str) -> None:
@@ -125,10 +125,10 @@ LATE = (
     "anthropic.routes:add_anthropic_routes",
     "openai.moderations:add_moderations_routes",
     "openai.tokenize:add_tokenize_routes",
-    "openai.capabilities:add_capabilities_routes",
-    "batches.routes:add_files_and_batches_routes",
+    "capabilities:add_capabilities_routes",
+    "files_and_batches:add_files_and_batches_routes",
     "fine_tuning.models:add_fine_tuned_models_routes",
-    "openai.generate:add_generate_routes",
+    "generate:add_generate_routes",
     "interp.routes:add_interp_routes",
     "ops.admin:add_admin_routes",
     "ops.admin_models:add_admin_models_routes",
@@ -138,7 +138,7 @@ LATE = (
     "ops.requests:add_requests_routes",
     "ops.live:add_live_routes",
     "ops.replay:add_replay_routes",
-    "openai.openapi:add_openapi_routes",
+    "openapi:add_openapi_routes",
 )
 # Like LATE. It comes before the routes of other servers' APIs, one of which has the path `/` too.
 PAGE = "ui.routes:add_ui_routes"
@@ -289,7 +289,7 @@ def _nodes(services: Services) -> "NodeManager | None":
 def _recorder(settings: Settings) -> "Recorder | None":
     if not settings.requests.record:
         return None
-    from engine.servers.ops.replay import Recorder  # imported late: few servers record requests
+    from engine.servers.http.recorder import Recorder  # imported late: few servers record requests
 
     return Recorder(settings.storage.directory / "recorded", settings.requests.max_recorded)
 

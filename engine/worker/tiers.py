@@ -16,9 +16,9 @@ import msgspec
 
 from engine import __version__
 from engine.core.errors import ConfigError
+from engine.core.folders import store_directory
 from engine.core.sandbox.private_files import write_private
 from engine.core.store.checkpoint_files import mmproj_beside
-from engine.core.store.model_store import store_directory
 from engine.ipc.options import PeerOptions, TierOptions
 from engine.runtime.kv_cache import KVCache
 from engine.runtime.model_runner import Bytes, ModelRunner

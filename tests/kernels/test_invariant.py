@@ -26,9 +26,6 @@ from engine.torch.kernels.fp8 import quantize_rows, scaled_linear
 from engine.torch.kernels.invariant import attention as invariant
 from engine.torch.kernels.invariant import linear as library
 from engine.torch.kernels.triton import experts
-from engine.torch.kernels.triton.invariant import (
-    attention as attention_invariant,
-)
 from engine.torch.kernels.triton.invariant import linear
 from engine.torch.kernels.triton.invariant.linear import LinearTile
 from engine.torch.layers.invariant_linear import make_invariant
@@ -128,8 +125,7 @@ def test_a_query_has_the_same_result_in_every_step(
     """All sequences have the same keys. So a query at a position has one result, whether its row
     has other queries or not, and whether one program has all its chunks or several.
     """
-    for module in (invariant, attention_invariant):
-        monkeypatch.setattr(module, "CHUNK", CHUNK)
+    monkeypatch.setattr(invariant, "CHUNK", CHUNK)
     heads = AttentionHeads(
         6, 2, 24, 24**-0.5, (window,), softcap, has_sinks=has_sinks, alibi_bias=alibi
     )
@@ -224,8 +220,7 @@ def test_a_request_has_the_same_logits_alone_and_in_company(
     monkeypatch.setattr(step_sizes, "TOKEN_STEP", 4)
     monkeypatch.setattr(tiny_models, "NUM_LAYERS", 2)
     monkeypatch.setitem(tiny_models.COMMON, "num_hidden_layers", 2)
-    for module in (invariant, attention_invariant):
-        monkeypatch.setattr(module, "CHUNK", CHUNK)
+    monkeypatch.setattr(invariant, "CHUNK", CHUNK)
     _, path = tiny_models.save(name, tmp_path)
     source = open_model(path)
     model = build_model(source.config, source.weights, tiny_models.MAX_POSITION, CPU, torch.float32)

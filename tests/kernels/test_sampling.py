@@ -7,11 +7,10 @@ import torch
 from engine.runtime.model_runner import SamplingInputs
 from engine.runtime.samplers.host_sampler import row_keys, token_words
 from engine.torch.execution import device_sampler
-from engine.torch.execution.gumbel import gumbel
 from engine.torch.execution.history import TokenHistory
 from engine.torch.execution.sampler import sample
 from engine.torch.kernels.base import KERNELS, TINY
-from engine.torch.kernels.sampling import random_sample
+from engine.torch.kernels.sampling import gumbel, random_sample
 
 ROWS, VOCABULARY, MAX_LENGTH = 12, TINY.vocab_size, 40
 

@@ -10,7 +10,7 @@ from benchmarks.gpu.workloads import SHAPES
 from engine.runtime.model_runner import ModelRunner, RunnerConfig
 from engine.runtime.samplers.host_sampler import row_keys, token_words
 from engine.torch.execution.build import build_runner
-from engine.torch.execution.gumbel import gumbel
+from engine.torch.kernels.sampling import gumbel
 from engine.weights.model import ModelSource, open_model
 from tests.parity import tiny_models
 from tests.parity.runner_driver import RunnerDriver, sampling_inputs

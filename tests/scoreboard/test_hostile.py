@@ -5,7 +5,7 @@ import pytest
 
 from engine.core.observability.metrics import Metrics
 from engine.servers.app import create_app
-from engine.servers.openai.openapi import document
+from engine.servers.openapi import document
 from tests.fake_backend import MODEL, FakeBackend
 from tests.live_server import make_settings
 from tests.scoreboard.hostile.cases import Answer

@@ -13,7 +13,7 @@ from engine.core.observability.metrics import Metrics
 from engine.servers.access.auth import ADMIN_PATH, TENANT_ROUTES
 from engine.servers.app import create_app
 from engine.servers.http.errors import is_kserve, is_ollama
-from engine.servers.openai.openapi import BODIES, BODILESS, FORMS, api_routes
+from engine.servers.openapi import BODIES, BODILESS, FORMS, api_routes
 from tests.fake_backend import MODEL, FakeBackend
 from tests.live_server import LiveServer, live_server, make_settings
 

@@ -22,7 +22,7 @@ from engine.core.observability.metrics import Metrics
 from engine.servers.anthropic.schema import PromptBody, parse
 from engine.servers.app import create_app
 from engine.servers.http.limits import decode_object
-from engine.servers.openai.openapi import BODIES
+from engine.servers.openapi import BODIES
 from engine.servers.schema.body import parse_body
 from tests import source_trees
 from tests.fake_backend import MODEL, FakeBackend

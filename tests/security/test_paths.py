@@ -20,7 +20,7 @@ from engine.core.sandbox import examination
 from engine.core.store.adapter_store import adapters_directory
 from engine.frontend.adapters import ServedAdapters
 from engine.servers.app import create_app
-from engine.servers.openai.openapi import document
+from engine.servers.openapi import document
 from tests.fake_backend import MODEL, FakeBackend
 from tests.live_server import make_settings
 from tests.lora_files import peft_folder

@@ -20,7 +20,7 @@ from engine.core.observability.metrics import Metrics
 from engine.servers.app import create_app
 from engine.servers.files import form
 from engine.servers.http.errors import LLAMACPP_PATHS, is_anthropic, is_kserve, is_ollama
-from engine.servers.openai.openapi import BODIES, FORMS
+from engine.servers.openapi import BODIES, FORMS
 from tests.fake_backend import MODEL
 from tests.live_server import chat, make_settings
 from tests.scoreboard.http_bodies import least_bodies

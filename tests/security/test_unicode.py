@@ -9,7 +9,7 @@ from fastapi import FastAPI
 
 from engine.core.observability.metrics import Metrics
 from engine.servers.app import create_app
-from engine.servers.openai.openapi import BODIES, QUERIES
+from engine.servers.openapi import BODIES, QUERIES
 from tests.fake_backend import MODEL, FakeBackend
 from tests.live_server import make_settings
 

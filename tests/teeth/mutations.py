@@ -288,7 +288,7 @@ GUARDS = [
     ),
     Mutation(
         "FLT-08 a broken stream ends as if it were complete",
-        "engine.servers.http.sse",
+        "engine.servers.serving.sse",
         "            await writer.write(self._format.failure(opaque), more=False)\n",
         "            await writer.write(DONE, more=False)\n",
         f"{FAULTS}::test_a_stream_that_cannot_be_written_ends_with_an_error_event",
@@ -351,7 +351,7 @@ GUARDS = [
     ),
     Mutation(
         "FLT-11 a client that does not read is kept",
-        "engine.servers.http.sse",
+        "engine.servers.serving.sse",
         "            self._task.cancel()\n",
         "            pass\n",
         "tests/unit/test_server_sockets.py::test_client_that_stops_reading_is_given_up",

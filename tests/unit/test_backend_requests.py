@@ -16,10 +16,10 @@ from engine.core.interfaces.backend import (
     GrammarSpec,
 )
 from engine.core.interfaces.request import Deltas, GenerateRequest, SamplingParams, TokenDelta
+from engine.core.text.context_length import check_context, check_input
 from engine.frontend import embedding
 from engine.frontend.embedding import vectors_of
 from engine.frontend.engine_link import EngineLink
-from engine.frontend.prompts import check_context, check_input
 from engine.ipc.heartbeat import Vitals
 from tests.toy_backend import TEXT, ToyBackend
 from tests.toy_runner import VOCAB

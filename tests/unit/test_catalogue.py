@@ -7,13 +7,13 @@ import msgspec
 import pytest
 
 from engine.core.errors import NotFoundError
+from engine.core.folders import store_directory
 from engine.core.store.catalogue import CATALOGUE, DEFAULT_MODEL
 from engine.core.store.model_store import (
     ModelStore,
     StoredModel,
     StoredModelFile,
     resolve_model,
-    store_directory,
 )
 
 

@@ -305,7 +305,7 @@ def test_both_ways_to_run_experts_in_jax_give_each_token_its_own(sizes):
     """A run of tokens that ends at an expert's last token reaches into the next expert's tokens."""
     import jax.numpy as jnp
 
-    from engine.jax.kernels.experts import (
+    from engine.jax.layers.experts import (
         looped_experts,
         ragged_experts,
     )

@@ -29,7 +29,7 @@ from engine.core.tensor_file import FileTensor, StoredTensor, pack_tensors, unpa
 from engine.library.steering import read_vectors, tensors_of, write_gguf
 from engine.runtime.interp.steps import make_probe
 from engine.servers.app import create_app
-from engine.servers.interp.stored import MAX_RESULTS, SHARES, ResultStore
+from engine.servers.serving.interp_results import MAX_RESULTS, SHARES, ResultStore
 from tests.fake_backend import MODEL, FakeBackend
 from tests.live_server import make_settings
 

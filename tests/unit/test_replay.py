@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 from engine.cli.commands import app as cli
 from engine.core.observability.metrics import Metrics
 from engine.servers.app import create_app
-from engine.servers.ops.replay import RecordedFile, Recorder, first_difference
+from engine.servers.http.recorder import RecordedFile, Recorder
+from engine.servers.ops.replay import first_difference
 from tests.live_server import live_server, make_settings
 from tests.toy_llm import ToyBackend
 

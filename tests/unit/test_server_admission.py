@@ -21,11 +21,11 @@ from engine.core.interfaces.backend import (
 )
 from engine.core.interfaces.stats import EngineStats
 from engine.core.observability.metrics import Metrics
+from engine.servers import generate
 from engine.servers.app import create_app
-from engine.servers.http.sse import coalesce
-from engine.servers.openai import generate
 from engine.servers.serving.admission import Lifecycle
 from engine.servers.serving.event_pump import EventPump
+from engine.servers.serving.sse import coalesce
 from tests.fake_backend import MODEL, FakeBackend
 from tests.live_server import chat, events_of, make_settings
 

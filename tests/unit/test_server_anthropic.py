@@ -19,7 +19,7 @@ from engine.core.interfaces.backend import (
     ToolCallEvent,
     ToolChoice,
 )
-from engine.servers.http import sse
+from engine.servers.serving import sse
 from tests.fake_backend import MODEL, FakeBackend, call_script, reasoning_script
 from tests.live_server import LiveServer, live_server, wait_until
 

@@ -15,11 +15,11 @@ from engine.core.errors import InferenceError
 from engine.core.interfaces.backend import Event, TextEvent
 from engine.core.key_file import add_key
 from engine.servers.http.request_log import RequestRecord
-from engine.servers.http.sse import EventStream
 from engine.servers.responses.background import NOTHING_USED
 from engine.servers.responses.format import ResponseStream
 from engine.servers.serving.event_pump import EventPump
 from engine.servers.serving.objects import FILE_NAME
+from engine.servers.serving.sse import EventStream
 from engine.servers.serving.storage import FileLock
 from tests.fake_backend import MODEL, call_script
 from tests.live_server import LiveServer, live_server, wait_until

@@ -22,7 +22,7 @@ from engine.core.interfaces.backend import (
 from engine.core.observability.metrics import Metrics
 from engine.frontend.prompts import with_text_bias
 from engine.servers.app import create_app
-from engine.servers.openai.capabilities import TRANSLATING, verdict_in
+from engine.servers.capabilities import TRANSLATING, verdict_in
 from engine.servers.openai.schema import ChatBody, CompletionBody, GenerateBody
 from engine.servers.schema.body import parse_body
 from engine.servers.schema.dialects.words import DIALECTS, WORDS

@@ -11,9 +11,9 @@ from engine.backends.base import EventFeed, EventSink
 from engine.core.interfaces.backend import Event, FinishEvent, TextEvent, UsageEvent
 from engine.servers.http.direct_body import with_direct_body
 from engine.servers.http.request_log import RequestRecord
-from engine.servers.http.sse import EventStream
 from engine.servers.openai.format import ChatStream, Envelope
 from engine.servers.serving.event_pump import EventPump
+from engine.servers.serving.sse import EventStream
 
 NUM_WORDS = 60
 

@@ -21,7 +21,7 @@ from engine.core.interfaces.backend import (
 from engine.core.interfaces.request import SamplingParams
 from engine.core.observability.metrics import Metrics
 from engine.servers.app import create_app
-from engine.servers.http import sse
+from engine.servers.serving import sse
 from tests.fake_backend import CARD, MODEL, FakeBackend, call_script, reasoning_script
 from tests.live_server import make_settings
 

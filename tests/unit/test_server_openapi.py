@@ -13,8 +13,8 @@ from openai.types.chat import completion_create_params as chat_params
 
 from engine.core.observability.metrics import Metrics
 from engine.servers.app import create_app
-from engine.servers.openai.openapi import BODIES, BODILESS, FORMS, QUERIES, api_routes
 from engine.servers.openai.schema import ChatBody, CompletionBody
+from engine.servers.openapi import BODIES, BODILESS, FORMS, QUERIES, api_routes
 from engine.servers.schema.dialects.words import WORDS
 from tests.fake_backend import MODEL, FakeBackend
 from tests.live_server import chat, make_settings

@@ -20,7 +20,7 @@ from engine.routing.replica import Member, Replica
 from engine.routing.route import Route
 from engine.routing.router import Router
 from engine.servers.app import create_app
-from engine.servers.http import sse
+from engine.servers.serving import sse
 from tests.fake_backend import CONTEXT_LENGTH, MODEL, FakeBackend, call_script
 from tests.live_server import chat, make_settings
 from tests.responses_api import app_over, client_of

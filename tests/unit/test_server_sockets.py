@@ -20,8 +20,8 @@ from engine.core.errors import ConfigError, InferenceError, ModelError
 from engine.core.listening import bind_socket
 from engine.core.observability.metrics import Metrics
 from engine.servers.app import create_app
-from engine.servers.http import sse
 from engine.servers.run import HttpServer
+from engine.servers.serving import sse
 from tests.fake_backend import MODEL, FakeBackend
 from tests.live_server import LiveServer, chat, events_of, live_server, make_settings, wait_until
 

@@ -5,9 +5,10 @@ Everything here reads syntax trees, so it covers code that no other test runs.
 
 import ast
 import gc
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Set
 from functools import cache
+from itertools import pairwise
 
 import pytest
 
@@ -51,7 +52,24 @@ RANKS = {
     "engine.outputs": 4,
     "engine.sampling_params": 4,
     "engine.scripts": 4,
+    "engine.servers.app": 4,
+    "engine.servers.azure": 4,
+    "engine.servers.capabilities": 4,
+    "engine.servers.files_and_batches": 4,
+    "engine.servers.generate": 4,
+    "engine.servers.openapi": 4,
+    "engine.servers.run": 4,
 }
+# What builds the whole from its parts. It is no part of a cycle, because only RANKS bind it.
+COMPOSITION_ROOTS = (
+    "engine.backends.custom.app",
+    "engine.cli",
+    "engine.library",
+    "engine.llm",
+    "engine.scripts",
+    "engine.servers.app",
+    "engine.servers.run",
+)
 # Where a tensor library, or a library that loads one, may be imported.
 FRAMEWORKS = ("native", "torch", "jax", "tinygrad")
 WORKSHOP = "engine.scripts.dev"
@@ -200,6 +218,53 @@ def test_imports_point_down() -> None:
             if is_within(target, "engine") and (theirs is None or theirs > own):
                 wrong.append(f"{source.at(node)} imports {target}")
     assert not wrong
+
+
+def package_imports() -> dict[str, dict[str, str]]:
+    """For each package, the packages that it imports, each with a place where it does. A package
+    and those inside of it count as one, so imports between them are left out.
+    """
+    packages = {each.module for each in sources() if each.path.name == "__init__.py"}
+    found: dict[str, dict[str, str]] = {each: {} for each in packages}
+    for source in sources():
+        if any(is_within(source.module, root) for root in COMPOSITION_ROOTS):
+            continue
+        own = package_of(source.module, packages)
+        for node, target in imports(source):
+            if not is_within(target, "engine") or target in COMPOSITION_ROOTS:
+                continue
+            theirs = package_of(target, packages)
+            if not is_within(own, theirs) and not is_within(theirs, own):
+                found[own].setdefault(theirs, f"{source.at(node)} imports {target}")
+    return found
+
+
+def package_of(module: str, packages: Set[str]) -> str:
+    return module if module in packages else module.rpartition(".")[0]
+
+
+def shortest_way(graph: Mapping[str, Iterable[str]], start: str, end: str) -> list[str] | None:
+    ways = deque([[start]])
+    seen = {start}
+    while ways:
+        way = ways.popleft()
+        for each in graph[way[-1]]:
+            if each == end:
+                return [*way, each]
+            if each not in seen:
+                seen.add(each)
+                ways.append([*way, each])
+    return None
+
+
+def test_no_import_cycle_between_packages() -> None:
+    """Packages can be understood, tested and moved one after the other, from the lowest."""
+    graph = package_imports()
+    cycles = [way for package in sorted(graph) if (way := shortest_way(graph, package, package))]
+    if cycles:
+        shortest = min(cycles, key=len)
+        steps = "\n".join(graph[a][b] for a, b in pairwise(shortest))
+        pytest.fail(f"{' -> '.join(shortest)}\n{steps}", pytrace=False)
 
 
 def test_frameworks_stay_in_their_rooms() -> None:

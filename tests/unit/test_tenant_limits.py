@@ -12,12 +12,12 @@ from fastapi import FastAPI
 
 from engine.core.key_file import add_key
 from engine.core.observability.metrics import Metrics
+from engine.servers import generate
 from engine.servers.app import create_app
 from engine.servers.batches import store as batch_store
 from engine.servers.files import store as file_store
 from engine.servers.files import uploads
 from engine.servers.fine_tuning import store as job_store
-from engine.servers.openai import generate
 from tests.fake_backend import MODEL, FakeBackend
 from tests.live_server import chat, make_settings
 

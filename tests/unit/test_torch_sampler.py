@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from engine.runtime.model_runner import SamplingInputs
 from engine.runtime.samplers.host_sampler import row_keys, token_words
 from engine.torch.execution import sampler
-from engine.torch.execution.gumbel import gumbel
 from engine.torch.execution.history import TokenHistory
+from engine.torch.kernels.sampling import gumbel
 from tests.parity.runner_driver import sampling_inputs
 
 VOCAB = 67  # no multiple of 32 or of a vector register

@@ -18,9 +18,9 @@ from typing import Protocol, TypeAlias
 
 from engine import __version__
 from engine.core.errors import ModelFormatError, error_from_code
+from engine.core.folders import store_directory
 from engine.core.sandbox.private_files import open_private, write_private
 from engine.core.sandbox.processes import kill_child
-from engine.core.store.model_store import store_directory
 
 log = logging.getLogger(__name__)
 

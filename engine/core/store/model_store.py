@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from engine.core.errors import ConfigError, NotFoundError
-from engine.core.folders import cache_directory
+from engine.core.folders import store_directory
 from engine.core.store.catalogue import CATALOGUE
 
 _RECORD = "model.json"
@@ -72,11 +72,6 @@ def check_file_name(name: str) -> str:
     if not _FILE_NAME.fullmatch(name):
         raise ConfigError(f"{name!r} cannot be a file name in the model store")
     return name
-
-
-def store_directory() -> Path:
-    """The default store: $XDG_CACHE_HOME/engine/models, or ~/.cache/engine/models."""
-    return cache_directory() / "models"
 
 
 class ModelStore:

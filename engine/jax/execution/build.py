@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from engine.core.errors import ConfigError
-from engine.core.store.model_store import store_directory
+from engine.core.folders import store_directory
 from engine.ipc.options import EngineOptions
 from engine.jax.execution.runner import JAXRunner
 from engine.jax.execution.sharding import home, make_mesh, param_spec

@@ -15,13 +15,13 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from engine.jax.kernels.matmul import precision
 from engine.jax.kernels.work import (
     AttentionShape,
     PerHead,
     Work,
     scores,
 )
-from engine.jax.layers.linear import precision
 from engine.runners.scoring import HIDDEN
 
 CHUNK = 64  # context positions that one loop iteration reads

@@ -11,13 +11,13 @@ from functools import partial
 import jax.numpy as jnp
 from jax import Array, lax
 
+from engine.jax.kernels.matmul import einsum
 from engine.jax.kernels.work import (
     AttentionShape,
     PerHead,
     Work,
     scores,
 )
-from engine.jax.layers.linear import einsum
 from engine.runners.scoring import HIDDEN
 
 CHUNK = 128  # positions gathered at once; if a cache block is larger, one block is gathered

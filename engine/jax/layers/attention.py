@@ -11,8 +11,9 @@ from engine.architectures.base import (
     LatentConfig,
     ModelConfig,
 )
+from engine.jax.kernels.matmul import einsum
 from engine.jax.kernels.work import PerHead, scores
-from engine.jax.layers.linear import Params, einsum, linear
+from engine.jax.layers.linear import Params, linear
 from engine.jax.layers.norm import rms_norm
 from engine.jax.layers.rotary import Rotation, rotate
 from engine.runners.scoring import Scoring

@@ -9,22 +9,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
+from engine.jax.kernels.matmul import precision
+
 Params = dict  # a pytree: names to arrays or to nested dictionaries
-
-
-def precision(dtype: jnp.dtype) -> str:
-    """JAX's precision setting for a matmul of this dtype. For float32 it is "highest". With the
-    default, GPUs would round float32 inputs to TF32.
-    """
-    return "highest" if dtype == jnp.float32 else "default"
-
-
-def einsum(formula: str, a: Array, b: Array) -> Array:
-    """As `jnp.einsum`, but accumulates in float32 and returns float32 for inputs of any dtype."""
-    exact = precision(a.dtype)
-    return jnp.einsum(formula, a, b, precision=exact, preferred_element_type=jnp.float32)
-
-
 LORA, TABLE_LORA = "lora", "table_lora"  # keys of a `Lora`, for a matmul and for a lookup
 WHOLE, TABLE_WHOLE = "whole", "table_whole"  # keys of a `Whole`, also for a matmul and a lookup
 

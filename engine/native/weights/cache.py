@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine import __version__
+from engine.core.folders import store_directory
 from engine.core.sandbox.private_files import PART_SUFFIX
-from engine.core.store.model_store import store_directory
 from engine.native import _native
 from engine.native.weights.arena import ArenaPlan, MatrixParts
 from engine.native.weights.packed_file import (

@@ -18,7 +18,7 @@ import numpy as np
 
 from engine.core.errors import EngineError, InferenceError, InvalidRequestError
 from engine.core.grammar.limits import parser_limits
-from engine.runtime.model_runner import U32
+from engine.runtime.model_runner import ALL_ALLOWED, U32
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -33,7 +33,6 @@ MaskRow: TypeAlias = "tuple[LLMatcher, int]"  # a matcher, and the index of its 
 # also keeps the lexer states that it has visited.
 MAX_COMPILED = 128
 MAX_MASK_THREADS = 4
-ALL_ALLOWED = 0xFFFFFFFF
 # For llguidance, the text of a special token starts with this byte, which no UTF-8 text contains.
 SPECIAL_MARK = b"\xff"
 

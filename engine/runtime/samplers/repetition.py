@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from engine.runtime.model_runner import F32, I32, U32
-from engine.runtime.requests.grammar import ALL_ALLOWED
+from engine.runtime.model_runner import ALL_ALLOWED, F32, I32, U32
 
 if TYPE_CHECKING:
     from engine.runtime.sequence import Row

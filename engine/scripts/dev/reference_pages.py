@@ -33,8 +33,8 @@ from engine.core.observability.collectors import TierCollector
 from engine.core.observability.metrics import Metrics
 from engine.plugins.metrics import PluginMetrics
 from engine.routing.metrics import PrefillCollector, RouterMetrics, ShadowMetrics
+from engine.servers.capabilities import TRANSLATING, verdict_in
 from engine.servers.fine_tuning.progress import JobMetrics
-from engine.servers.openai.capabilities import TRANSLATING, verdict_in
 from engine.servers.schema.dialects.words import DIALECTS, WORDS, Word
 
 FOLDER = Path(__file__).parents[3] / "docs"

@@ -12,6 +12,7 @@ import ipaddress
 import math
 import time
 from collections.abc import Iterator, Mapping
+from typing import Protocol
 
 from engine.core.config_schema import LimitsSettings
 from engine.core.errors import InvalidRequestError, RateLimitError
@@ -19,7 +20,6 @@ from engine.core.forecast import WaitForecast
 from engine.core.key_file import NO_LIMITS, KeyLimits
 from engine.servers.access.auth import Principal
 from engine.servers.access.rate_windows import Window, Windows
-from engine.servers.serving.event_pump import EventPump
 
 # Estimated number of bytes of a request body per prompt token, for English text in JSON.
 BYTES_PER_TOKEN = 4
@@ -47,13 +47,19 @@ class AuthThrottle:
             )
 
 
+class Answer(Protocol):
+    """The answer to a request, as far as quotas ask for it."""
+
+    first_token_at: float | None
+
+
 class Lease:
     """What one request uses of its key's limits: a place among the concurrent requests, and the
     tokens charged so far. `close` gives both back and is idempotent.
     """
 
     def __init__(self, quotas: "Quotas", key: str, name: str, limits: KeyLimits) -> None:
-        self.pump: EventPump | None = None
+        self.pump: Answer | None = None
         self.name = name  # the key's name, for error messages
         self.limits = limits
         self.headers: dict[str, str] = {}

@@ -24,7 +24,6 @@ from engine.servers.anthropic.schema import (
     template_options,
 )
 from engine.servers.http.request_log import record_of
-from engine.servers.http.sse import answer_counted
 from engine.servers.serving.admission import Ticket
 from engine.servers.serving.chat import ChatAsk, chat_model, chat_request, open_chat
 from engine.servers.serving.services import (
@@ -32,6 +31,7 @@ from engine.servers.serving.services import (
     json_bytes,
     json_response,
 )
+from engine.servers.serving.sse import answer_counted
 
 VERSION = "2023-06-01"
 

@@ -1,7 +1,4 @@
-"""/v1/batches: many requests in one file, which are answered when there is capacity. This module
-also adds the routes of /v1/files, /v1/uploads, /v1/messages/batches and /v1/fine_tuning, which
-share its storage.
-"""
+"""/v1/batches: many requests in one file, which are answered when there is capacity."""
 
 import secrets
 from functools import partial
@@ -13,49 +10,19 @@ from starlette.responses import Response
 
 from engine.core.errors import UnavailableError
 from engine.servers.access.auth import principal_of
-from engine.servers.anthropic.batches import add_message_batches_routes
-from engine.servers.batches import store as batch_store
-from engine.servers.batches.caller import Caller
-from engine.servers.batches.run import Bench
-from engine.servers.batches.runner import BatchRunner, line_slots, pool_of
+from engine.servers.batches.runner import BatchRunner, pool_of
 from engine.servers.batches.schema import WINDOW_S, BatchBody, BatchQuery, NewBatch
 from engine.servers.batches.store import BatchStore
-from engine.servers.files import store as file_store
-from engine.servers.files import uploads
 from engine.servers.files.expiry import unix_now
-from engine.servers.files.routes import add_files_routes, bounded_life_s
-from engine.servers.files.store import FileStore, new_file_id
-from engine.servers.fine_tuning import store as job_store
-from engine.servers.fine_tuning.routes import FineTuning, add_fine_tuning_routes
-from engine.servers.fine_tuning.runner import JobRunner
-from engine.servers.fine_tuning.store import JobStore
+from engine.servers.files.routes import bounded_life_s
+from engine.servers.files.store import new_file_id
 from engine.servers.http.limits import read_parsed
 from engine.servers.http.listing import list_body, parse_query
 from engine.servers.schema.body import validated
 from engine.servers.serving.services import NOT_READY_RETRY_S, Services, json_response
-from engine.servers.serving.storage import Database
 
 MAX_BODY_BYTES = 65_536
 PREFIX = "batch_"
-
-
-def add_files_and_batches_routes(app: FastAPI, services: Services) -> None:
-    settings = services.settings.storage
-    db_path = settings.directory / "batches.db"
-    schemas = file_store.SCHEMA + batch_store.SCHEMA + uploads.SCHEMA + job_store.SCHEMA
-    database = Database(db_path, schemas, (*batch_store.ADDED, *job_store.ADDED))
-    files = FileStore(settings.directory / "files", database, settings.max_size_mb * 2**20)
-    store = BatchStore(database, files)
-    bench = Bench(services, store, files, Caller(app), line_slots(services))
-    runner = BatchRunner(bench, database, settings.directory, db_path)
-    jobs = JobStore(database)
-    job_runner = JobRunner(services, jobs, files, settings.directory, db_path)
-    services.components.extend((job_runner, runner))
-    add_files_routes(app, services, files)
-    uploads.add_uploads_routes(app, services, database, files)
-    add_batches_routes(app, services, store, runner)
-    add_message_batches_routes(app, bench, runner)
-    add_fine_tuning_routes(app, FineTuning(services, jobs, files, job_runner))
 
 
 def add_batches_routes(

@@ -1,3 +1,3 @@
 """The HTTP layer: connection limits, request log, protection against DNS rebinding and CSRF,
-request bodies, errors, and server-sent events.
+request bodies, errors, and the records of requests.
 """

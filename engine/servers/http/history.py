@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from engine.core.interfaces.notes import RequestNotes
+    from engine.servers.http.recorder import Recorder
     from engine.servers.http.request_log import RequestRecord
-    from engine.servers.ops.replay import Recorder
 
 
 class RequestHistory:

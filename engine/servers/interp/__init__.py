@@ -1,1 +1,1 @@
-"""The API for interpretability: `interp` on chats and completions, and `/v1/interp`."""
+"""The API for interpretability, `/v1/interp`."""

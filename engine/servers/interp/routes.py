@@ -10,13 +10,13 @@ from starlette.responses import Response
 
 from engine.core.interfaces.backend import CompletionRequest
 from engine.servers.access.auth import principal_of
-from engine.servers.interp.opening import NO_TAPS, interp_opener, vector_store
 from engine.servers.openai.format import collect
 from engine.servers.schema import fields
 from engine.servers.schema.body import SamplingBody, refused
 from engine.servers.serving.admission import Ticket
 from engine.servers.serving.chat import NO_TEXT
 from engine.servers.serving.generation_context import generation_context
+from engine.servers.serving.interp_opening import NO_TAPS, interp_opener, vector_store
 from engine.servers.serving.services import Services, json_response, new_completion_id
 from engine.servers.serving.special_tokens import parses_special
 

@@ -15,7 +15,6 @@ from engine.core.errors import NotFoundError
 from engine.core.interfaces.backend import ModelCard
 from engine.servers.access.auth import principal_of
 from engine.servers.http.errors import describe, problem
-from engine.servers.http.sse import answer_counted
 from engine.servers.kserve.answers import HEADER_LENGTH, OUTPUTS, VERSION, GenerateStream, Results
 from engine.servers.kserve.schema import (
     PROMPT,
@@ -30,6 +29,7 @@ from engine.servers.serving.admission import Ticket
 from engine.servers.serving.event_pump import EventPump
 from engine.servers.serving.prompts import Prompts, open_prompts
 from engine.servers.serving.services import Services, json_bytes, json_response
+from engine.servers.serving.sse import answer_counted
 
 EXTENSIONS = ("binary_tensor_data", "generate", "model_repository", "parameters")
 MODEL = "/v2/models/{name:path}"

@@ -22,7 +22,6 @@ from engine.core.interfaces.backend import (
     UsageEvent,
 )
 from engine.servers.http.errors import problem
-from engine.servers.http.sse import StreamFormat, answer_streaming
 from engine.servers.llamacpp.format import Asked, NativeStream, answers, settings_body
 from engine.servers.llamacpp.schema import Extra, InfillBody, NativeBody, NativeSampling, Parts
 from engine.servers.openai.completions import NO_SUFFIX
@@ -34,6 +33,7 @@ from engine.servers.serving.chat import NO_TEXT, require_grammar
 from engine.servers.serving.event_pump import EventPump
 from engine.servers.serving.generation_context import generation_context
 from engine.servers.serving.services import Services, json_bytes, new_completion_id
+from engine.servers.serving.sse import StreamFormat, answer_streaming
 
 _encode = msgspec.json.encode
 # Tokens that a prompt for filling in may have besides its texts.

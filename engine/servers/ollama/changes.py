@@ -28,7 +28,6 @@ from engine.servers.http.errors import (
     plain_error_body,
     problem,
 )
-from engine.servers.http.sse import LineStream
 from engine.servers.ollama.format import line
 from engine.servers.ollama.names import LATEST, OllamaModels, best_match
 from engine.servers.ollama.schema import (
@@ -41,6 +40,7 @@ from engine.servers.ops.admin import who_is
 from engine.servers.ops.reload import audit_of
 from engine.servers.schema.dialects.reading import read_words
 from engine.servers.serving.services import Services, json_response
+from engine.servers.serving.sse import LineStream
 
 REPORT_EVERY_S = 0.2
 _HUBS = ("hf.co/", "huggingface.co/", "https://hf.co/", "https://huggingface.co/")

@@ -16,7 +16,6 @@ from starlette.responses import Response
 from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.backend import CompletionRequest, ModelCard, ToolChoice
 from engine.servers.http.request_log import record_of
-from engine.servers.http.sse import LineStream, answer_streaming
 from engine.servers.ollama.format import Answer
 from engine.servers.ollama.names import OllamaModels
 from engine.servers.ollama.schema import (
@@ -41,6 +40,7 @@ from engine.servers.serving.chat import (
 from engine.servers.serving.event_pump import EventPump
 from engine.servers.serving.generation_context import generation_context
 from engine.servers.serving.services import Services, json_bytes, json_response, new_completion_id
+from engine.servers.serving.sse import LineStream, answer_streaming
 
 
 def add_generation_routes(app: FastAPI, services: Services, models: OllamaModels) -> None:

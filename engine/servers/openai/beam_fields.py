@@ -14,8 +14,8 @@ from engine.servers.schema.body import SamplingBody
 from engine.servers.serving.services import Services
 
 if TYPE_CHECKING:
-    from engine.servers.interp.opening import InterpOpener
     from engine.servers.openai.schema import ChatBody, CompletionBody
+    from engine.servers.serving.interp_opening import InterpOpener
 
 MAX_WIDTH = 20
 # Parameters that can't be followed, because beam search does not sample. With any of them, the
@@ -97,7 +97,9 @@ def special_opener(
         return beam_search(services, request, body, params)
     if body.use_beam_search:
         raise InvalidRequestError("interp is not supported with use_beam_search.", param="interp")
-    from engine.servers.interp.opening import interp_opener  # imported late: few requests have it
+    from engine.servers.serving.interp_opening import (
+        interp_opener,  # imported late: few requests have it
+    )
 
     return interp_opener(services, request, card, body.interp, params, num_prompts)
 

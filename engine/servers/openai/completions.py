@@ -26,7 +26,6 @@ from engine.core.interfaces.backend import (
     UsageEvent,
 )
 from engine.core.interfaces.request import SamplingParams
-from engine.servers.http.sse import StreamFormat, answer_counted, answer_streaming
 from engine.servers.openai.beam_fields import interp_answer, special_opener
 from engine.servers.openai.format import (
     ChatStream,
@@ -57,6 +56,7 @@ from engine.servers.serving.event_pump import EventPump
 from engine.servers.serving.generation_context import context_of_prompt, generation_context
 from engine.servers.serving.services import Services, json_bytes, new_completion_id
 from engine.servers.serving.special_tokens import parses_special
+from engine.servers.serving.sse import StreamFormat, answer_counted, answer_streaming
 
 
 def add_chat_routes(app: FastAPI, services: Services) -> None:

@@ -24,10 +24,10 @@ from engine.core.interfaces.backend import (
     ToolCallEvent,
     UsageEvent,
 )
-from engine.servers.http.sse import DONE, error_event
 from engine.servers.openai.logprobs import chat_logprobs, legacy_logprobs, num_characters
 from engine.servers.openai.token_fields import NO_FIELDS, TokenFields
 from engine.servers.serving.event_pump import EventPump, OutputEvent
+from engine.servers.serving.sse import DONE, error_event
 
 _encode = msgspec.json.Encoder().encode
 # The end of a chunk, if the stream has a usage. Text can't contain it, because JSON escapes line

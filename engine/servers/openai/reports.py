@@ -9,8 +9,8 @@ import msgspec
 
 from engine.core.errors import EngineError
 from engine.core.interfaces.backend import PromptProgress, TextEvent, UsageEvent
-from engine.servers.http.sse import StreamFormat
 from engine.servers.serving.event_pump import EventPump, OutputEvent
+from engine.servers.serving.sse import StreamFormat
 
 _encode = msgspec.json.Encoder().encode
 _END = b"}\n\n"

@@ -8,7 +8,6 @@ import msgspec
 
 from engine.core.errors import EngineError
 from engine.core.interfaces.backend import FinishEvent, TextEvent, UsageEvent
-from engine.servers.http.sse import StreamFormat
 from engine.servers.openai.format import (
     END_OF_CHUNK,
     ChatStream,
@@ -19,6 +18,7 @@ from engine.servers.openai.format import (
 from engine.servers.openai.logprobs import chat_logprobs, legacy_logprobs, num_characters
 from engine.servers.openai.token_fields import TokenFields
 from engine.servers.serving.event_pump import EventPump, LastTokens, OutputEvent
+from engine.servers.serving.sse import StreamFormat
 
 _encode = msgspec.json.Encoder().encode
 

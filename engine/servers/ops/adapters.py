@@ -13,8 +13,8 @@ from starlette.responses import PlainTextResponse, Response
 
 from engine.core.config_tables import ModelId
 from engine.core.errors import ForbiddenError
+from engine.core.folders import store_directory
 from engine.core.store.adapter_store import adapters_directory, real_path
-from engine.core.store.model_store import store_directory
 from engine.servers.access.auth import principal_of
 from engine.servers.ops.admin import who_is
 from engine.servers.ops.reload import audit_of

@@ -21,7 +21,6 @@ from starlette.responses import Response
 from engine.core.errors import ConflictError, EngineError, InvalidRequestError
 from engine.core.interfaces.backend import Event, UsageEvent
 from engine.servers.http.errors import AbortedError, opaque_error
-from engine.servers.http.sse import CHECK_WAIT_S, EventStream
 from engine.servers.responses.create import NewResponse
 from engine.servers.responses.format import ResponseStream, failed
 from engine.servers.responses.items import Item, with_ids
@@ -29,6 +28,7 @@ from engine.servers.responses.output import Output
 from engine.servers.responses.store import UNFINISHED, ResponseStore
 from engine.servers.serving.admission import Ticket
 from engine.servers.serving.event_pump import EventPump, OutputEvent
+from engine.servers.serving.sse import CHECK_WAIT_S, EventStream
 from engine.servers.serving.storage import FileLock
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,6 @@ from engine.core.interfaces.backend import GenerationContext
 from engine.core.interfaces.request import SamplingParams
 from engine.servers.access.auth import principal_of
 from engine.servers.http.listing import following, list_body, parse_query
-from engine.servers.http.sse import answer_streaming
 from engine.servers.responses.background import Background, follow_job
 from engine.servers.responses.compact import compact
 from engine.servers.responses.conversations import ConversationStore, add_conversations_routes
@@ -34,6 +33,7 @@ from engine.servers.serving.services import (
     json_response,
     new_completion_id,
 )
+from engine.servers.serving.sse import answer_streaming
 
 
 def add_responses_routes(app: FastAPI, services: Services) -> None:

@@ -38,7 +38,7 @@ from engine.servers.serving.watcher import EngineWatcher
 if TYPE_CHECKING:
     from engine.core.config_presets import PresetTable
     from engine.routing.manage import ModelManager
-    from engine.servers.interp.stored import ResultStore
+    from engine.servers.serving.interp_results import ResultStore
     from engine.servers.serving.objects import ObjectStore
 
 # Seconds after which clients should retry while the model loads or the engine restarts.
@@ -94,7 +94,9 @@ class Services:
 
     @functools.cached_property
     def interp_results(self) -> "ResultStore":
-        from engine.servers.interp.stored import ResultStore  # imported late: few servers need it
+        from engine.servers.serving.interp_results import (
+            ResultStore,  # imported late: few servers need it
+        )
 
         return ResultStore(self.settings.interp)
 

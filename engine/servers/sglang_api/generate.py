@@ -21,11 +21,11 @@ from engine.core.interfaces.backend import (
     UsageEvent,
 )
 from engine.servers.http.request_log import record_of
-from engine.servers.http.sse import DONE, answer_counted, error_event
 from engine.servers.serving.admission import Ticket
 from engine.servers.serving.event_pump import EventPump, OutputEvent
 from engine.servers.serving.prompts import Prompts, open_prompts
 from engine.servers.serving.services import Services, json_bytes, new_completion_id
+from engine.servers.serving.sse import DONE, answer_counted, error_event
 from engine.servers.sglang_api.schema import SglangGenerateBody
 
 _encode = msgspec.json.Encoder().encode

@@ -16,11 +16,9 @@ from torch import Tensor
 from engine.runtime.model_runner import I32, SAMPLE, U32, SamplingInputs
 from engine.runtime.outputs import Sampled
 from engine.runtime.samplers.host_sampler import row_keys
-from engine.torch.execution.gumbel import gumbel
 from engine.torch.execution.history import TokenHistory
+from engine.torch.kernels.sampling import MINUS_INFINITY, gumbel, nucleus_floor
 from engine.torch.transfer import to_device
-
-MINUS_INFINITY = float("-inf")
 
 
 def sample(
@@ -143,25 +141,6 @@ def keep_likely(logits: Tensor, top_p: NDArray[np.float32], min_p: NDArray[np.fl
         nucleus = nucleus_floor(_take(probs, rows), target)
         floor = floor.index_copy(0, where, torch.maximum(floor[where], nucleus))
     return logits.masked_fill(probs < floor, MINUS_INFINITY)
-
-
-def nucleus_floor(probs: Tensor, target: Tensor) -> Tensor:
-    """The top-p threshold of each row, (R, 1): the largest probability such that the tokens at or
-    above it sum to at least `target`.
-
-    The threshold is found bit by bit, by bisection, since the bits of positive floats sort like
-    their values. On a CPU this is several times faster than sorting the vocabulary. The last 7 bits
-    stay 0, so tokens whose probabilities agree to one part in 65,536 count as equally likely.
-    """
-    floor = torch.full_like(probs[:, :1], 2.0**-63).view(torch.int32)
-    above = torch.empty_like(probs)
-    # Floats from 2 ** -63 to 1 have bit 29 set, so the search starts at bit 28.
-    for bit in reversed(range(7, 29)):
-        higher = floor | (1 << bit)
-        torch.ge(probs, higher.view(torch.float32), out=above)  # float output: bool is slower
-        mass = torch.linalg.vecdot(probs, above)
-        floor = torch.where((mass >= target)[:, None], higher, floor)
-    return floor.view(torch.float32)
 
 
 def with_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> Sampled:

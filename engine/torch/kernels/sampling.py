@@ -12,12 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.runtime.samplers.host_sampler import row_keys, token_words
-from engine.torch.execution.gumbel import gumbel
-from engine.torch.execution.sampler import (
-    MINUS_INFINITY,
-    nucleus_floor,
-)
+from engine.runtime.samplers.host_sampler import MASK_31, MIX_1, MIX_2, row_keys, token_words
 from engine.torch.kernels.base import (
     Example,
     Inputs,
@@ -29,6 +24,7 @@ from engine.torch.kernels.base import (
     size_of,
 )
 
+MINUS_INFINITY = float("-inf")
 _LOGITS = {torch.float32: Tolerance(1e-6, 1e-6)}
 _MAX_ROWS = 256
 
@@ -87,6 +83,42 @@ def add_bias_(logits: Tensor, rows: Tensor, ids: Tensor, values: Tensor) -> Tens
     biases. Padding biases have the value 0.
     """
     return _ADD_BIAS(logits, rows, ids, values)
+
+
+def gumbel(keys: Tensor, words: Tensor) -> Tensor:
+    """Standard Gumbel noise (R, V) from row keys (R, 2) and token words (V,). On all devices, it
+    has the random bits of the host sampler.
+    """
+    bits = words ^ keys[:, :1]  # (R, V) int32
+    bits *= keys[:, 1:]
+    bits ^= (bits >> 15) & 0x1FFFF
+    bits *= MIX_1
+    bits ^= (bits >> 16) & 0xFFFF
+    bits *= MIX_2
+    bits &= MASK_31
+    # Uniform numbers in (0, 1). Floats are most closely spaced near 0. Numbers near 0 also give the
+    # largest noise, and the largest noise decides which token is sampled.
+    uniform = bits.to(torch.float32).clamp_(0.5, 2.0**31 - 128).mul_(2.0**-31)
+    return uniform.neg_().log1p_().neg_().log_().neg_()
+
+
+def nucleus_floor(probs: Tensor, target: Tensor) -> Tensor:
+    """The top-p threshold of each row, (R, 1): the largest probability such that the tokens at or
+    above it sum to at least `target`.
+
+    The threshold is found bit by bit, by bisection, since the bits of positive floats sort like
+    their values. On a CPU this is several times faster than sorting the vocabulary. The last 7 bits
+    stay 0, so tokens whose probabilities agree to one part in 65,536 count as equally likely.
+    """
+    floor = torch.full_like(probs[:, :1], 2.0**-63).view(torch.int32)
+    above = torch.empty_like(probs)
+    # Floats from 2 ** -63 to 1 have bit 29 set, so the search starts at bit 28.
+    for bit in reversed(range(7, 29)):
+        higher = floor | (1 << bit)
+        torch.ge(probs, higher.view(torch.float32), out=above)  # float output: bool is slower
+        mass = torch.linalg.vecdot(probs, above)
+        floor = torch.where((mass >= target)[:, None], higher, floor)
+    return floor.view(torch.float32)
 
 
 def _allowed(logits: Tensor, mask: Tensor | None) -> Tensor:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from engine.core.store.model_store import store_directory
+from engine.core.folders import store_directory
 from tests.scoreboard.figure import Run, Values, at_most, figure
 from tests.scoreboard.load_disk import TROUBLES, NotPossibleError, Trouble, full
 from tests.scoreboard.load_http import judge_all, post, send

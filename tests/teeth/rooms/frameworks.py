@@ -253,7 +253,7 @@ MUTATIONS = [
     ),
     Mutation(
         "frameworks: JAX starts each run of an expert at its first token",
-        "engine.jax.kernels.experts",
+        "engine.jax.layers.experts",
         "start = (ends - sizes)[expert] + earlier * size",
         "start = (ends - sizes)[expert]",
         f"{LAYER_TESTS}::test_both_ways_to_run_experts_in_jax_give_each_token_its_own",

@@ -184,14 +184,14 @@ MUTATIONS = [
     ),
     Mutation(
         "frontend: a full context is refused one token early",
-        "engine.frontend.prompts",
+        "engine.core.text.context_length",
         "    if num_prompt + asked > max_seq_len or",
         "    if num_prompt + asked >= max_seq_len or",
         f"{REQUEST_TESTS}::test_a_prompt_and_its_answer_fit_the_context",
     ),
     Mutation(
         "frontend: a prompt that leaves room for no token passes",
-        "engine.frontend.prompts",
+        "engine.core.text.context_length",
         "or num_prompt >= max_seq_len:",
         "or num_prompt > max_seq_len:",
         f"{REQUEST_TESTS}::test_a_prompt_and_its_answer_fit_the_context",

@@ -106,7 +106,7 @@ MUTATIONS = [
     ),
     Mutation(
         "ollama: an empty line keeps the connection alive",
-        "engine.servers.http.sse",
+        "engine.servers.serving.sse",
         '    keep_alive = b" "',
         '    keep_alive = b"\\n"',
         f"{TEXTS}::test_every_line_is_json_while_the_prompt_is_computed",

@@ -63,7 +63,7 @@ MUTATIONS = [
     ),
     Mutation(
         "background: a slow reader's events are merged",
-        "engine.servers.http.sse",
+        "engine.servers.serving.sse",
         "is_slow = self._merges and pump.has_pending",
         "is_slow = pump.has_pending",
         "tests/unit/test_server_background.py::test_a_slow_reader_counts_like_a_quick_one",

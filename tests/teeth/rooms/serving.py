@@ -187,7 +187,7 @@ MUTATIONS = [
     ),
     Mutation(
         "joined text loses its ids",
-        "engine.servers.http.sse",
+        "engine.servers.serving.sse",
         "        token_ids=tuple(token_id for each in texts for token_id in each.token_ids),\n",
         "",
         "tests/unit/test_server_admission.py::test_coalesce_joins_only_neighbours_of_one_choice",
@@ -328,7 +328,7 @@ MUTATIONS = [
     ),
     Mutation(
         "serving: a token overtakes those that a slow client holds up",
-        "engine.servers.http.sse",
+        "engine.servers.serving.sse",
         "        if self._is_sending or self._direct is None:\n",
         "        if self._direct is None:\n",
         "tests/unit/test_server_direct_writes.py"

@@ -88,6 +88,7 @@ class InvariantPlan(TritonPlan):
                 sinks=sinks,
                 prompts=prompts,
                 tile=Tile(*tile),
+                chunk=CHUNK,
             )
         return out
 

@@ -21,7 +21,6 @@ from engine.torch.kernels.attention_heads import (
     AttentionHeads,
     Scratch,
 )
-from engine.torch.kernels.invariant.attention import CHUNK
 from engine.torch.kernels.triton.assembly import (
     launch_dependents,
     overlapping,
@@ -259,10 +258,11 @@ def attend(
     sinks: Tensor | None,
     prompts: bool,
     tile: Tile,
+    chunk: int,
 ) -> None:
     """Computes the attention of the rows with several queries (`prompts`) or of those with one, and
     writes the results to `out`. `arrays` has the work lists of the step. `slopes` are in units of
-    scores before their scaling.
+    scores before their scaling. `chunk` is the number of keys of a chunk.
     """
     items = arrays["tiles" if prompts else "spans"]
     _attention_kernel[(cache.shape[3], len(items))](
@@ -282,7 +282,7 @@ def attend(
         **sizes(q, cache, heads),
         BLOCK_M=tile.queries,
         BLOCK_N=tile.keys,
-        CHUNK=CHUNK,
+        CHUNK=chunk,
         WINDOW=window,
         TOKENS=tile.queries * cache.shape[3] // q.shape[1],
         num_warps=tile.warps,

@@ -28,7 +28,6 @@ from engine.servers.files.routes import FileQuery, UploadFields
 from engine.servers.files.uploads import CompleteBody, PartFields, UploadBody
 from engine.servers.fine_tuning.schema import EventQuery, JobBody, JobQuery
 from engine.servers.http.errors import LLAMACPP_PATHS, is_anthropic, is_kserve, is_ollama
-from engine.servers.http.sse import EventStream, LineStream
 from engine.servers.interp.routes import RunBody
 from engine.servers.kserve import schema as kserve
 from engine.servers.llamacpp import schema as llamacpp
@@ -60,6 +59,7 @@ from engine.servers.responses.schema import (
     TokenCountBody,
 )
 from engine.servers.serving.services import Services
+from engine.servers.serving.sse import EventStream, LineStream
 from engine.servers.sglang_api.schema import SglangGenerateBody
 from engine.servers.vllm_api import routes as vllm
 from engine.servers.vllm_api.batch_chat import BatchChatBody

@@ -23,8 +23,8 @@ from engine.servers.files import form
 from engine.servers.files.uploads import CompleteBody, UploadBody
 from engine.servers.openai import embeddings, rerank, schema
 from engine.servers.openai.beam_fields import MAX_WIDTH
-from engine.servers.openai.openapi import BODIES, api_routes
 from engine.servers.openai.stored_chats import StoredChatUpdate
+from engine.servers.openapi import BODIES, api_routes
 from engine.servers.responses import items
 from engine.servers.responses.conversations import (
     ConversationBody,

@@ -29,14 +29,6 @@ from engine.core.interfaces.backend import (
 )
 from engine.servers.access.auth import principal_of
 from engine.servers.http.errors import AbortedError, error_fields
-from engine.servers.http.sse import (
-    CHECK_WAIT_S,
-    DONE,
-    EventStream,
-    answer_streaming,
-    coalesce,
-    error_event,
-)
 from engine.servers.openai.format import Collected, usage_body
 from engine.servers.openai.logprobs import chat_logprobs
 from engine.servers.openai.schema import GenerateBody
@@ -46,6 +38,14 @@ from engine.servers.serving.event_pump import EventPump, OutputEvent
 from engine.servers.serving.generation_context import generation_context
 from engine.servers.serving.services import Services, json_response, new_completion_id
 from engine.servers.serving.special_tokens import parses_special
+from engine.servers.serving.sse import (
+    CHECK_WAIT_S,
+    DONE,
+    EventStream,
+    answer_streaming,
+    coalesce,
+    error_event,
+)
 
 if TYPE_CHECKING:
     from engine.servers.sglang_api.schema import SglangGenerateBody
