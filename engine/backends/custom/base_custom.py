@@ -172,6 +172,15 @@ class CustomBackend(InferenceBackend):
         """Where the model is. It is resolved when the backend starts."""
         return self._options.model_path
 
+    @property
+    def vocab_size(self) -> int:
+        return 0 if self._text is None else self._text.config.vocab_size
+
+    @property
+    def max_position(self) -> int:
+        """The longest context for which the model was made."""
+        return 0 if self._text is None else self._text.config.max_position
+
     def pool(self, make: Callable[[Link, EngineOptions], Link]) -> Link:
         """Put a pool of engines in the place of the only engine, which becomes one of them."""
         self._link = make(self._link, self._options)

@@ -186,7 +186,7 @@ class NodeManager:
         if not node.connection.is_open:  # it left while the digest was computed
             return
         pool = self._pool_of(backend, hello.model)
-        self._check_context(pool, hello)
+        self._check_context(backend, pool, hello)
         old = self._nodes.pop(hello.node_id, None)
         if old is not None:
             old.connection.transport.abort()  # the node has noticed the loss before we did
@@ -199,6 +199,7 @@ class NodeManager:
             host = hello.blocks.host or node.address
             engine.blocks = msgspec.structs.replace(hello.blocks, host=host)
         node.engine, node.pool, node.joined_at = engine, pool, time.monotonic()
+        node.vocab_size = backend.vocab_size
         self._nodes[hello.node_id] = node
         await engine.link.start()
         if not node.connection.is_open:
@@ -261,7 +262,12 @@ class NodeManager:
         self._pools[backend] = pool
         return pool
 
-    def _check_context(self, pool: NodePool, hello: Hello) -> None:
+    def _check_context(self, backend: CustomBackend, pool: NodePool, hello: Hello) -> None:
+        if hello.ready.max_seq_len > backend.max_position:  # later nodes would be compared with it
+            raise NodeRefusedError(
+                f"The node's context is {hello.ready.max_seq_len} tokens, and the longest context"
+                f" of the model {backend.max_position}."
+            )
         known = pool.last_ready
         if known is not None and hello.ready.max_seq_len < known.max_seq_len:
             raise NodeRefusedError(
