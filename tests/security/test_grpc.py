@@ -152,14 +152,16 @@ def test_silent_calls_without_a_key_hold_no_place(method: str) -> None:
         ended.wait(30)
         yield from ()
 
-    with live_server(server=limits) as small:
-        with grpc.insecure_channel(f"127.0.0.1:{port_of(small)}") as channel:
-            call = channel.stream_stream(f"/{SERVICE}/{method}", None, None)
-            silent = [call(never()) for _ in range(8)]
-            for each in silent:
-                assert next(each)
-            assert ask(channel, "ServerMetadata", CLASSES["ServerMetadataRequest"]()).name
-            ended.set()
+    with (
+        live_server(server=limits) as small,
+        grpc.insecure_channel(f"127.0.0.1:{port_of(small)}") as channel,
+    ):
+        call = channel.stream_stream(f"/{SERVICE}/{method}", None, None)
+        silent = [call(never()) for _ in range(8)]
+        for each in silent:
+            assert next(each)
+        assert ask(channel, "ServerMetadata", CLASSES["ServerMetadataRequest"]()).name
+        ended.set()
 
 
 def test_silent_calls_of_a_tenant_are_bounded(

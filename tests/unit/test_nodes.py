@@ -28,6 +28,7 @@ from engine.ipc.transport import encode_frame
 from engine.routing.nodes import agent as agent_module
 from engine.routing.nodes import manager as manager_module
 from engine.routing.nodes import node as node_module
+from engine.routing.nodes import proofs
 from engine.routing.nodes.agent import RefusedError
 from engine.routing.nodes.dial import check, dial, endpoint_of, read_token
 from engine.routing.nodes.manager import EJECTED_AFTER_S, NodeManager
@@ -274,9 +275,9 @@ async def test_a_node_and_a_server_prove_their_token_and_send_it_never(
         assert TOKEN.encode() not in b" ".join(sent)
         proof = next(each for each in sent if each.startswith(b"Proof "))
         assert server.manager.takes([(b"authorization", proof)])[0].startswith("409")  # no build
-        monkeypatch.setattr(manager_module, "CHALLENGE_S", -1.0)
+        monkeypatch.setattr(proofs, "CHALLENGE_S", -1.0)
         assert server.manager.takes([(b"authorization", proof)])[0].startswith("401")
-        monkeypatch.setattr(manager_module, "CHALLENGE_S", 10.0)
+        monkeypatch.setattr(proofs, "CHALLENGE_S", 10.0)
         for junk in (b"", b"Proof", b"Proof a b c", b"Proof \xff \xfe \xfd", b"Proof 1-2 a b c d"):
             assert server.manager.takes([(b"authorization", junk)])[0].startswith("401")
         await until(lambda: agent._sessions)
