@@ -62,9 +62,9 @@ def test_the_token_is_proved_for_one_request_and_never_sent(
 
 def test_a_wrong_token_and_a_server_without_nodes_are_named(tmp_path: Path) -> None:
     path = token_file(tmp_path, "another-token-than-the-server")
-    with live_server(server={"node_token": TOKEN}) as server:
-        with pytest.raises(AuthenticationError, match="is not the node token"):
-            call_nodes(server.url, path, None, "GET", "")
+    with_nodes = live_server(server={"node_token": TOKEN})
+    with with_nodes as server, pytest.raises(AuthenticationError, match="is not the node token"):
+        call_nodes(server.url, path, None, "GET", "")
     with live_server() as server, pytest.raises(UnavailableError, match="takes no nodes"):
         call_nodes(server.url, path, None, "GET", "")
     with pytest.raises(UnavailableError, match="Nothing answers"):

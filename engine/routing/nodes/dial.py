@@ -111,12 +111,20 @@ class _Handshake(asyncio.Protocol):
         self._data += data
         if len(self._data) > MAX_ANSWER_BYTES and not self.answer.done():
             self.answer.set_result(self._data)
-        is_whole = self._data.endswith(b"\r\n\r\n") or len(self._data) > MAX_HEAD_BYTES
-        if self._data.startswith(SWITCHED) and is_whole and not self.answer.done():
+        if self._is_whole and not self.answer.done():
             self.answer.set_result(self._data)
 
+    @property
+    def _is_whole(self) -> bool:
+        """A refusal without a length ends with the connection."""
+        head, ended, body = self._data.partition(b"\r\n\r\n")
+        if head.startswith(SWITCHED):
+            return self._data.endswith(b"\r\n\r\n") or len(self._data) > MAX_HEAD_BYTES
+        length = _header(head, "content-length")
+        return bool(ended) and length.isdecimal() and len(body) >= int(length[:9])
+
     def connection_lost(self, exc: Exception | None) -> None:
-        if not self.answer.done():  # a refusal ends with the connection
+        if not self.answer.done():
             self.answer.set_result(self._data)
 
 
