@@ -18,11 +18,13 @@ from engine.weights.model import ModelSource
 from engine.worker.encoder_loop import Encoder
 from engine.worker.memory import (
     DTYPE_BYTES,
+    MemoryNeeds,
     MemoryPlan,
     check_room,
     plan_memory,
     rank_share,
 )
+from engine.worker.reservations import reservation
 
 log = logging.getLogger(__name__)
 
@@ -77,10 +79,30 @@ def load_runner(
         )
     spared_bytes += _host_bytes(options, device)
     device = replace(device, free_bytes=max(0, device.free_bytes - spared_bytes))
-    plan = plan_memory(source.config.max_position, options, device, needs)
+    plan = _planned(source, options, device, needs)
     log_plan(device, plan, options.num_ranks)
     config = runner_config(options, device, plan)
     return framework.build_runner(source, config), config, plan
+
+
+def _planned(
+    source: ModelSource, options: EngineOptions, device: DeviceInfo, needs: MemoryNeeds
+) -> MemoryPlan:
+    """The plan, beside those of other engines inside the same limit."""
+    longest = source.config.max_position
+    if device.name.startswith("cuda"):
+        return plan_memory(longest, options, device, needs)
+    with reservation() as reserved:
+        if reserved.others:
+            log.warning("%s", reserved.note)
+            left = max(0, device.free_bytes - reserved.others)
+            bound = ", ".join(each for each in (device.bound, reserved.note) if each)
+            device = replace(device, free_bytes=left, bound=bound)
+        plan = plan_memory(longest, options, device, needs)
+        reserved.planned = (
+            plan.weight_bytes + plan.pool_bytes + plan.state_bytes + needs.workspace_bytes
+        )
+    return plan
 
 
 def load_images(

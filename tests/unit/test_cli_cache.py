@@ -81,7 +81,7 @@ def test_the_most_used_prefixes_warm_a_server(config, monkeypatch) -> None:
     sent = []
     # Modules that are imported meanwhile would keep a `call_admin` that is replaced.
     record = lambda *given, **_: sent.append(given) or {}  # noqa: E731
-    monkeypatch.setattr(admin_client, "call_with_key", record)
+    monkeypatch.setattr(admin_client, "call_with", record)
     told("warm", "--config", config, "--most-used", "3")
     ((url, _, _, path, body),) = sent
     assert url.endswith(f":{Settings().server.port}")

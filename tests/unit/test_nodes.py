@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import threading
@@ -21,18 +22,20 @@ from engine.core.interfaces.request import (
     SamplingParams,
     TokenDelta,
 )
-from engine.core.interfaces.stats import EngineStats
+from engine.core.interfaces.stats import EngineStats, StepCounts, TierStats
 from engine.core.prefix_hashes import prompt_hashes
 from engine.ipc.transport import encode_frame
 from engine.routing.nodes import agent as agent_module
 from engine.routing.nodes import manager as manager_module
 from engine.routing.nodes import node as node_module
+from engine.routing.nodes import proofs
 from engine.routing.nodes.agent import RefusedError
 from engine.routing.nodes.dial import check, dial, endpoint_of, read_token
 from engine.routing.nodes.manager import EJECTED_AFTER_S, NodeManager
 from engine.routing.nodes.pool import LOCAL
-from engine.routing.nodes.wire import MAX_UNSENT_BYTES, Beat, Connection, Name, ToNode
+from engine.routing.nodes.wire import MAX_UNSENT_BYTES, Beat, Connection, Hello, Name, ToNode
 from tests.node_cluster import TOKEN, NoEngine, node, routed, until
+from tests.toy_runner import VOCAB
 
 
 def prompt(number: int, length: int = 12) -> tuple[int, ...]:
@@ -179,6 +182,55 @@ async def test_what_a_node_sends_harms_no_request_of_another(kind: str) -> None:
         await server.joined("good", "node")  # it may have been dropped, and come back
 
 
+UNSOUND = {
+    "a negative number": EngineStats(num_free_blocks=-1),
+    "a histogram of another length": EngineStats(steps=StepCounts(by_seconds=(1,))),
+    "a negative bucket": EngineStats(steps=StepCounts(by_tokens=(-1,) + (0,) * 15)),
+    "no number": EngineStats(steps=StepCounts(seconds=math.nan)),
+    "many tiers": EngineStats(tiers=(TierStats(name="x"),) * 1000),
+    "a long name": EngineStats(tiers=(TierStats(name="x" * 1000),)),
+    "infinite seconds": EngineStats(tiers=(TierStats(name="x", load_s=math.inf),)),
+}
+
+
+@pytest.mark.parametrize("kind", UNSOUND)
+async def test_statistics_that_no_engine_has_end_the_connection_of_their_node(kind: str) -> None:
+    """They would stay in the totals of the server, or hold up the requests of the lost node."""
+    assert EngineStats().is_sound
+    async with routed(NoEngine()) as server, node(server) as bad:
+        await until(lambda: bad._sessions)
+        (session,) = bad._sessions
+        session.connection.tell(Beat(UNSOUND[kind]))
+        await until(lambda: session.closed.is_set())
+        await server.joined("node")
+        (expected,) = await alone([prompt(1)])
+        assert (await server.ask(prompt(1)))[0] == expected
+        assert server.pool.stats is None or server.pool.stats.is_sound
+
+
+@pytest.mark.parametrize("token", [-1, VOCAB, 2**31])
+async def test_a_token_that_the_model_lacks_goes_to_no_client_and_no_other_engine(
+    token: int,
+) -> None:
+    """The node that sent it is dropped, and its requests go on elsewhere."""
+    (expected,) = await alone([prompt(1)], max_tokens=40)
+    async with routed(NoEngine()) as server, node(server) as bad:
+        asked = asyncio.create_task(server.ask(prompt(1), max_tokens=40, request_id="r"))
+        await until(lambda: "r" in server.pool._placed and bad._sessions)
+        (session,) = bad._sessions
+        session.connection.tell(Deltas((TokenDelta("r", 0, (1, token)),)))
+        text, _ = await asked
+        assert text == expected
+
+
+async def test_a_node_with_a_longer_context_than_the_model_is_refused() -> None:
+    async with routed(NoEngine()) as server:
+        longer = structs.replace(await ready_of_toy(), max_seq_len=2**40)
+        hello = Hello(node_id="n", name="n", model="", model_name="", fingerprint="", ready=longer)
+        with pytest.raises(ConflictError, match="longest context of the model"):
+            server.manager._check_context(server.backend, server.pool, hello)
+
+
 async def test_a_server_asks_a_node_for_nothing_that_concerns_its_machine() -> None:
     async with routed(NoEngine()) as server, node(server):
         link = server.pool.engines["node"].link
@@ -223,9 +275,9 @@ async def test_a_node_and_a_server_prove_their_token_and_send_it_never(
         assert TOKEN.encode() not in b" ".join(sent)
         proof = next(each for each in sent if each.startswith(b"Proof "))
         assert server.manager.takes([(b"authorization", proof)])[0].startswith("409")  # no build
-        monkeypatch.setattr(manager_module, "CHALLENGE_S", -1.0)
+        monkeypatch.setattr(proofs, "CHALLENGE_S", -1.0)
         assert server.manager.takes([(b"authorization", proof)])[0].startswith("401")
-        monkeypatch.setattr(manager_module, "CHALLENGE_S", 10.0)
+        monkeypatch.setattr(proofs, "CHALLENGE_S", 10.0)
         for junk in (b"", b"Proof", b"Proof a b c", b"Proof \xff \xfe \xfd", b"Proof 1-2 a b c d"):
             assert server.manager.takes([(b"authorization", junk)])[0].startswith("401")
         await until(lambda: agent._sessions)

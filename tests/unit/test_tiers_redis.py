@@ -6,13 +6,16 @@ import threading
 import time
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 import redis
 
 from engine.core.errors import ConfigError
+from engine.core.interfaces.stats import EngineStats, TierStats
 from engine.runtime.tiers.mover import Mover
 from engine.runtime.tiers.redis_tier import (
     INDEX,
+    MAX_SIZE,
     PREFIX,
     TOTAL,
     RedisTier,
@@ -142,6 +145,18 @@ def test_what_redis_holds_is_not_believed(url, server, damage) -> None:
     # Blocks that were computed again take the place of the bad ones.
     mover.tidy_up()
     answer(second, "c", [9, *PROMPT])
+
+
+@pytest.mark.parametrize("total", [b"abc", b"-5", b"9" * 40])
+def test_a_total_that_is_no_size_ends_no_engine(url, server, total) -> None:
+    """It is in the statistics, which are encoded and must be sound."""
+    server.client().set(TOTAL, total)
+    tier = redis_tier(url, 1000)
+    tier.tidy_up()
+    stats = EngineStats(tiers=(TierStats(name="redis", num_bytes=tier.num_bytes),))
+    assert stats.is_sound and msgspec.msgpack.encode(stats)
+    tier._evict()
+    assert 0 <= tier.num_bytes <= MAX_SIZE
 
 
 def test_a_redis_that_is_killed_costs_nothing_and_comes_back(tmp_path) -> None:

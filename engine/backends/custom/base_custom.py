@@ -63,6 +63,8 @@ from engine.ipc.options import IMAGE_ENCODERS, TAPPED, EngineOptions
 
 log = logging.getLogger(__name__)
 
+OOM_MEMORY_S = 3600.0  # for so long, an engine that was killed for lack of memory counts
+
 
 class CustomBackend(InferenceBackend):
     """Serves a model on one of our frameworks.
@@ -97,6 +99,7 @@ class CustomBackend(InferenceBackend):
         self._in_process = in_process
         self._process = process
         self._num_oom_kills = num_oom_kills()  # when the last engine was started
+        self._killed_at: list[float] = []  # times of lacks of memory
         # An engine in a thread can't die alone, and is never restarted.
         max_revivals = 0 if in_process else self._options.max_revivals
         self._link: Link = EngineLink(
@@ -171,6 +174,15 @@ class CustomBackend(InferenceBackend):
     def model_path(self) -> str:
         """Where the model is. It is resolved when the backend starts."""
         return self._options.model_path
+
+    @property
+    def vocab_size(self) -> int:
+        return 0 if self._text is None else self._text.config.vocab_size
+
+    @property
+    def max_position(self) -> int:
+        """The longest context for which the model was made."""
+        return 0 if self._text is None else self._text.config.max_position
 
     def pool(self, make: Callable[[Link, EngineOptions], Link]) -> Link:
         """Put a pool of engines in the place of the only engine, which becomes one of them."""
@@ -415,12 +427,15 @@ class CustomBackend(InferenceBackend):
         return ProcessClient(self.worker_module, self._options, on_message, on_exit, process)
 
     def _count_oom_kills(self) -> None:
-        """If memory ran out since the last engine started, the next one plans with less."""
+        """If memory ran out since the last engine started, the next one plans with less. Kills of
+        long ago do not count, because what took the memory may be gone.
+        """
         before, self._num_oom_kills = self._num_oom_kills, num_oom_kills()
-        if self._num_oom_kills > before:
-            self._options = msgspec.structs.replace(
-                self._options, num_oom_kills=self._options.num_oom_kills + 1
-            )
+        is_new, now = self._num_oom_kills > before, time.monotonic()
+        recent = [each for each in self._killed_at if now - each < OOM_MEMORY_S]
+        self._killed_at = [*recent, now] if is_new else recent
+        self._options = msgspec.structs.replace(self._options, num_oom_kills=len(self._killed_at))
+        if is_new:
             log.error(
                 "a process was killed for lack of memory (%s); the next engine gets a smaller KV "
                 "cache. Raise the memory limit, or lower performance.memory_pool_size_mb",

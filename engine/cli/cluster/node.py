@@ -24,6 +24,7 @@ from engine.core.errors import (
     ConfigError,
     ConflictError,
     InvalidRequestError,
+    UnavailableError,
 )
 
 if TYPE_CHECKING:
@@ -162,13 +163,23 @@ def token(
 def call_nodes(
     url: str, token_file: Path, ca_file: Path | None, method: str, path: str
 ) -> dict[str, Any]:
-    """Call the server's routes for nodes, with the node token."""
-    from engine.cli.ops.admin_client import call_with_key
-    from engine.routing.nodes.dial import read_token, takes_no_nodes
+    """Call the server's routes for nodes. The node token is proved, and not sent."""
+    import asyncio
 
-    token = read_token(token_file)
+    from engine.cli.ops.admin_client import call_with
+    from engine.routing.nodes.dial import authorization, endpoint_of, read_token, takes_no_nodes
+
+    endpoint = endpoint_of(url, read_token(token_file), ca_file)
+    wanted = f"nodes{path}"
     try:
-        return call_with_key(url, token, method, f"nodes{path}", ca_file=ca_file)
+        proof = asyncio.run(authorization(endpoint, f"{method} {wanted}"))
+    except (OSError, TimeoutError) as error:
+        reason = str(error) or type(error).__name__
+        raise UnavailableError(
+            f"Nothing answers at {url} ({reason}). Is the server running?"
+        ) from None
+    try:
+        return call_with(url, proof, method, wanted, ca_file=ca_file)
     except AuthenticationError:
         raise AuthenticationError(
             f"The token in {token_file} is not the node token of {url}."

@@ -27,25 +27,27 @@ def call_admin(
     error, raises that error. If the server can't be reached, raises an error that tells the user
     what to check.
     """
-    return call_with_key(url, _key(key_file), method, path, body, hint=" Name it with --url.")
+    key = _key(key_file)
+    authorization = None if key is None else f"Bearer {key}"
+    return call_with(url, authorization, method, path, body, hint=" Name it with --url.")
 
 
-def call_with_key(
+def call_with(
     url: str,
-    key: str | None,
+    authorization: str | None,
     method: str,
     path: str,
     body: Mapping[str, Any] | None = None,
     ca_file: Path | None = None,
     hint: str = "",
 ) -> dict[str, Any]:
-    """Like `call_admin`, with a key that was already read. `ca_file` has the certificates that sign
-    the server's. `hint` ends the message if nothing answers.
+    """Like `call_admin`, with an authorization that was already made. `ca_file` has the
+    certificates that sign the server's. `hint` ends the message if nothing answers.
     """
     import httpx
 
     url = _root(url)
-    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    headers = {} if authorization is None else {"authorization": authorization}
     verify = True if ca_file is None else ssl.create_default_context(cafile=str(ca_file))
     try:
         reply = httpx.request(

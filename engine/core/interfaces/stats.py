@@ -1,11 +1,14 @@
 """What an engine tells about itself: counters of steps, tiers and the KV cache."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
 STEP_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 STEP_TOKENS = tuple(2**power for power in range(15))
+MAX_TIERS = 16
+MAX_TIER_NAME = 64
 
 
 class StepCounts(msgspec.Struct, frozen=True, array_like=True):
@@ -86,3 +89,24 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     num_model_accepted_tokens: int = 0  # those of them that were right
     steps: StepCounts = StepCounts()
     tiers: tuple[TierStats, ...] = ()
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether these can be the statistics of an engine. An engine of another machine may tell
+        anything.
+        """
+        has_lengths = len(self.steps.by_seconds) == len(STEP_SECONDS) + 1
+        has_lengths &= len(self.steps.by_tokens) == len(STEP_TOKENS) + 1
+        has_lengths &= len(self.tiers) <= MAX_TIERS
+        return (
+            has_lengths
+            and all(len(tier.name) <= MAX_TIER_NAME for tier in self.tiers)
+            and all(0 <= value < math.inf for value in self._numbers())
+        )
+
+    def _numbers(self) -> Iterator[float]:
+        yield from (*self.steps.by_seconds, *self.steps.by_tokens)
+        for struct in (self, self.steps, *self.tiers):
+            for value in msgspec.structs.astuple(struct):
+                if isinstance(value, int | float):
+                    yield value

@@ -26,13 +26,13 @@ from engine.core.errors import (
     UnavailableError,
 )
 from engine.core.shards.link import Seal, is_same, proof_of, seals_of
+from engine.routing.nodes.proofs import proof_for
 from engine.routing.nodes.wire import (
     BUILD_HEADER,
     CONNECT_PATH,
     HELLO_TIMEOUT_S,
     NONCE_HEADER,
     PROOF_HEADER,
-    PROOF_SCHEME,
     UPGRADE,
     Connection,
     node_build,
@@ -111,12 +111,20 @@ class _Handshake(asyncio.Protocol):
         self._data += data
         if len(self._data) > MAX_ANSWER_BYTES and not self.answer.done():
             self.answer.set_result(self._data)
-        is_whole = self._data.endswith(b"\r\n\r\n") or len(self._data) > MAX_HEAD_BYTES
-        if self._data.startswith(SWITCHED) and is_whole and not self.answer.done():
+        if self._is_whole and not self.answer.done():
             self.answer.set_result(self._data)
 
+    @property
+    def _is_whole(self) -> bool:
+        """A refusal without a length ends with the connection."""
+        head, ended, body = self._data.partition(b"\r\n\r\n")
+        if head.startswith(SWITCHED):
+            return self._data.endswith(b"\r\n\r\n") or len(self._data) > MAX_HEAD_BYTES
+        length = _header(head, "content-length")
+        return bool(ended) and length.isdecimal() and len(body) >= int(length[:9])
+
     def connection_lost(self, exc: Exception | None) -> None:
-        if not self.answer.done():  # a refusal ends with the connection
+        if not self.answer.done():
             self.answer.set_result(self._data)
 
 
@@ -138,18 +146,28 @@ async def check(endpoint: Endpoint) -> None:
         (await _open(endpoint))[0].abort()
 
 
+async def authorization(endpoint: Endpoint, what: str) -> str:
+    """Proves the token for one HTTP request, without sending it. `what` is its method and path."""
+    async with asyncio.timeout(HELLO_TIMEOUT_S):
+        challenge = await _challenge(endpoint)
+    return proof_for(endpoint.token.encode(), what, challenge, secrets.token_hex(16))
+
+
+async def _challenge(endpoint: Endpoint) -> str:
+    transport, answer = await _ask(endpoint, "")
+    transport.abort()
+    found = _header(answer, NONCE_HEADER)
+    if not found:
+        raise _refusal(answer, endpoint)
+    return found
+
+
 async def _open(endpoint: Endpoint) -> tuple[asyncio.Transport, tuple[Seal, Seal]]:
     token = endpoint.token.encode()
     async with asyncio.timeout(HELLO_TIMEOUT_S):
-        transport, answer = await _ask(endpoint, "")
-        transport.abort()
-        challenge = _header(answer, NONCE_HEADER)
-        if not challenge:
-            raise _refusal(answer, endpoint)
-        ours = secrets.token_hex(16)
-        proof = proof_of(token, "join", challenge, ours)
-        sent = f"authorization: {PROOF_SCHEME} {challenge} {ours} {proof}\r\n"
-        transport, answer = await _ask(endpoint, sent)
+        challenge, ours = await _challenge(endpoint), secrets.token_hex(16)
+        sent = proof_for(token, "join", challenge, ours)
+        transport, answer = await _ask(endpoint, f"authorization: {sent}\r\n")
         try:
             if not answer.startswith(SWITCHED):
                 raise _refusal(answer, endpoint)

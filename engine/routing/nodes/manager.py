@@ -19,7 +19,7 @@ from engine.backends.base import BackendHolder, InferenceBackend
 from engine.backends.custom.base_custom import CustomBackend
 from engine.core.build_name import ADVICE
 from engine.core.errors import EngineError, NotFoundError, UnavailableError
-from engine.core.shards.link import is_same, proof_of, seals_of
+from engine.core.shards.link import proof_of, seals_of
 from engine.core.store.model_digest import model_digest
 from engine.frontend.engine_link import EngineLink
 from engine.frontend.link import Link
@@ -27,6 +27,7 @@ from engine.ipc.options import EngineOptions
 from engine.routing.nodes.node import Node, NodeRefusedError
 from engine.routing.nodes.pool import NodePool
 from engine.routing.nodes.prefill import Prefills
+from engine.routing.nodes.proofs import is_proved, new_challenge
 from engine.routing.nodes.wire import (
     BEAT_S,
     BUILD_HEADER,
@@ -35,7 +36,6 @@ from engine.routing.nodes.wire import (
     LOST_AFTER_S,
     NONCE_HEADER,
     PROOF_HEADER,
-    PROOF_SCHEME,
     UPGRADE,
     Beat,
     Drain,
@@ -53,7 +53,6 @@ Upgrade = Callable[[Sequence[tuple[bytes, bytes]], asyncio.Transport], None]
 EJECTED_AFTER_S = 0.7  # a node that was silent for this long gets no new requests
 ROUTER_BEAT_S = 1.0
 MAX_NODES = 1024  # connections of nodes, also those that have not said hello yet
-CHALLENGE_S = 10.0  # a proof must come this soon after its random number
 MAX_SHOWN = 100  # characters of a node's build in messages
 # If this process itself was held up for this long, it can't tell which nodes were silent.
 HELD_UP_S = 0.5
@@ -73,7 +72,6 @@ class NodeManager:
     ) -> None:
         self._holder = holder
         self._token = token.encode()
-        self._secret = secrets.token_bytes(32)  # of the random numbers that nodes are asked about
         self._max_revivals = max_revivals
         self._min_prefill_tokens = min_prefill_tokens
         self._digests: dict[str, str] = {}  # model path -> digest of its files
@@ -103,7 +101,7 @@ class NodeManager:
         status and a message, or None if the node may connect.
         """
         given = {name: value.decode("ascii", "replace") for name, value in headers}
-        if not self._is_proved(given.get(b"authorization", "")):
+        if not is_proved(self._token, "join", given.get(b"authorization", "")):
             return "401 Unauthorized", "The node token is wrong."
         if len(self._connected) >= MAX_NODES:
             return "503 Service Unavailable", f"The server has {MAX_NODES} nodes already."
@@ -112,27 +110,6 @@ class NodeManager:
             message = f"The node runs engine {build}, and the server {node_build()}; {ADVICE}."
             return "409 Conflict", message
         return None
-
-    def _is_proved(self, authorization: str) -> bool:
-        scheme, *words = authorization.split()[:5] or [""]
-        if scheme != PROOF_SCHEME or len(words) != 3:
-            return False
-        challenge, theirs, proof = words
-        is_right = is_same(proof, proof_of(self._token, "join", challenge, theirs))
-        return is_right and self._is_recent(challenge)
-
-    def _challenge(self) -> str:
-        """A number that a node must answer soon. The server need not remember it."""
-        return self._challenge_of(str(int(time.monotonic())))
-
-    def _challenge_of(self, made_at: str) -> str:
-        return f"{made_at}-{proof_of(self._secret, 'challenge', made_at, '')}"
-
-    def _is_recent(self, challenge: str) -> bool:
-        made_at = challenge.partition("-")[0]
-        if not is_same(challenge, self._challenge_of(made_at)):
-            return False
-        return time.monotonic() - int(made_at) <= CHALLENGE_S
 
     @property
     def upgrades(self) -> dict[tuple[bytes, bytes], Upgrade]:
@@ -147,7 +124,7 @@ class NodeManager:
         if refusal is not None:
             if dict(headers).get(b"authorization"):  # without one, it only asks for the challenge
                 log.warning("a node from %s was refused: %s", address, refusal[1])
-            transport.write(_refused(*refusal, self._challenge()))
+            transport.write(_refused(*refusal, new_challenge()))
             transport.close()
             return
         node = Node(self, address)
@@ -186,7 +163,7 @@ class NodeManager:
         if not node.connection.is_open:  # it left while the digest was computed
             return
         pool = self._pool_of(backend, hello.model)
-        self._check_context(pool, hello)
+        self._check_context(backend, pool, hello)
         old = self._nodes.pop(hello.node_id, None)
         if old is not None:
             old.connection.transport.abort()  # the node has noticed the loss before we did
@@ -199,6 +176,7 @@ class NodeManager:
             host = hello.blocks.host or node.address
             engine.blocks = msgspec.structs.replace(hello.blocks, host=host)
         node.engine, node.pool, node.joined_at = engine, pool, time.monotonic()
+        node.vocab_size = backend.vocab_size
         self._nodes[hello.node_id] = node
         await engine.link.start()
         if not node.connection.is_open:
@@ -261,7 +239,12 @@ class NodeManager:
         self._pools[backend] = pool
         return pool
 
-    def _check_context(self, pool: NodePool, hello: Hello) -> None:
+    def _check_context(self, backend: CustomBackend, pool: NodePool, hello: Hello) -> None:
+        if hello.ready.max_seq_len > backend.max_position:  # later nodes would be compared with it
+            raise NodeRefusedError(
+                f"The node's context is {hello.ready.max_seq_len} tokens, and the longest context"
+                f" of the model {backend.max_position}."
+            )
         known = pool.last_ready
         if known is not None and hello.ready.max_seq_len < known.max_seq_len:
             raise NodeRefusedError(

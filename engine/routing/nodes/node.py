@@ -77,6 +77,7 @@ class Node:
         self.address = address
         self.hello: Hello | None = None
         self.joined_at = 0.0
+        self.vocab_size = 0  # of the model that it serves
         self.pool: NodePool | None = None
         self.engine: PooledEngine | None = None
         self.client: NodeClient | None = None
@@ -93,19 +94,32 @@ class Node:
             raise NodeRefusedError("the first message of a node must be its hello")
         elif isinstance(message, Beat):
             if message.stats is not None:
+                if not message.stats.is_sound:
+                    raise NodeRefusedError("these can't be the statistics of an engine")
                 self.client.on_message(Stats(message.stats))
         elif isinstance(message, Leaving):
             log.info("node %s is leaving", self.engine.name)
             self.pool.drain(self.engine)
         else:
             assert isinstance(message, Deltas | CachedPrefixes | ControlReply)
-            if isinstance(message, CachedPrefixes):
+            if isinstance(message, Deltas):
+                self._check_tokens(message)
+            elif isinstance(message, CachedPrefixes):
                 self._count(self.pool.router.table.count(self.engine.number), message)
             self.client.on_message(message)
 
     def _count(self, num_known: int, news: CachedPrefixes) -> None:
         if len(news.added) + (0 if news.is_all else num_known) > MAX_PREFIXES:
             raise NodeRefusedError(f"a node has at most {MAX_PREFIXES} cached prefixes")
+
+    def _check_tokens(self, message: Deltas) -> None:
+        """A token that the model lacks must reach neither a client nor the next engine of its
+        request.
+        """
+        for delta in message.deltas:
+            ids = delta.token_ids
+            if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
+                raise NodeRefusedError("a node sent a token that the model lacks")
 
     def _lost(self) -> None:
         self._manager.dropped(self)

@@ -45,7 +45,6 @@ UPGRADE = "engine-node"
 BUILD_HEADER = "engine-build"
 NONCE_HEADER = "engine-nonce"
 PROOF_HEADER = "engine-proof"
-PROOF_SCHEME = "Proof"  # of the authorization of a node
 CONNECT_PATH = "/v1/nodes/connect"
 BEAT_S = 0.2
 LOST_AFTER_S = 3.0  # a side that was silent for this long is gone
@@ -107,6 +106,7 @@ def node_build() -> str:
     return build_name(
         "routing/nodes/wire.py",
         "routing/nodes/dial.py",
+        "routing/nodes/proofs.py",
         "core/shards/link.py",
         "ipc/transport.py",
         "core/prefix_hashes.py",

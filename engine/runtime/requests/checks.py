@@ -77,6 +77,7 @@ class RequestChecks:
         named = [*request.params.logit_bias, *request.params.stop_token_ids, *request.eos_ids]
         named += request.params.allowed_token_ids
         named += [*request.expected, *(token for word in request.bad_words for token in word)]
+        named += (token for each in request.resumed or () for token in each.token_ids)
         return not named or 0 <= min(named) <= max(named) < self._spec.vocab_size
 
     def observe(self, now: float) -> None:

@@ -23,6 +23,7 @@ PREFIX = "engine:kv:1:"
 INDEX, TOTAL = f"{PREFIX}index", f"{PREFIX}bytes"
 TIMEOUT_S = 0.2
 EVICT_AT_ONCE = 64
+MAX_SIZE = 2**62
 
 
 def connect(url: str) -> Any:
@@ -133,7 +134,7 @@ class RedisTier:
         total, count, *_ = pipe.execute(raise_on_error=False)
         if isinstance(total, Exception):
             raise total
-        self._total, self._count = int(total or 0), int(count)
+        self._total, self._count = _size(total), int(count)
         if self._policy == "lru" and self._ttl_ms is not None and self._count:
             self._forget_expired(self._clock() - self._ttl_ms / 1000)
 
@@ -202,7 +203,7 @@ class RedisTier:
         pipe = self._client.pipeline(transaction=False)
         pipe.get(TOTAL)
         pipe.zcard(INDEX)
-        total, count = (int(value or 0) for value in pipe.execute())
+        total, count = map(_size, pipe.execute())
         while total > self._max_bytes and count > 0:
             each = max(1, total // count)  # mean size: models may share this Redis
             wanted = min(EVICT_AT_ONCE, -(-(total - self._max_bytes) // each))
@@ -219,7 +220,7 @@ class RedisTier:
         num_expired = int(self._client.zremrangebyscore(INDEX, "-inf", before))
         if num_expired:
             self._count -= num_expired
-            self._total = int(self._client.decrby(TOTAL, each * num_expired))
+            self._total = _size(self._client.decrby(TOTAL, each * num_expired))
 
     def _remove(self, names: Sequence[str], record_bytes: int) -> None:
         self._client.zrem(INDEX, *names)
@@ -230,4 +231,12 @@ class RedisTier:
         pipe = self._client.pipeline(transaction=True)
         pipe.unlink(*(PREFIX + name for name in names))
         pipe.decrby(TOTAL, record_bytes * len(names))
-        return int(pipe.execute()[-1])
+        return _size(pipe.execute()[-1])
+
+
+def _size(value: Any) -> int:
+    """A number of Redis, which may hold anything. It is counted and sent in statistics."""
+    try:
+        return min(max(0, int(value or 0)), MAX_SIZE)
+    except ValueError:
+        return 0

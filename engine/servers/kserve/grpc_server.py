@@ -99,6 +99,8 @@ class GrpcServer:
         self._identify = identify
         self._max_bytes = settings.body_limit_mb * 2**20 + MESSAGE_MARGIN
         self._num_streams: Counter[str] = Counter()  # by tenant
+        self._num_calls: Counter[str] = Counter()  # by tenant, of one message each
+        self._max_calls = max(1, max_connections() // 2)  # of one tenant
         self._server: Any = None
         self.port = 0  # the bound port, once the server has started
 
@@ -111,7 +113,7 @@ class GrpcServer:
         }
         self._server = grpc.aio.server(
             options=list(options.items()),
-            maximum_concurrent_rpcs=min(most, self._settings.max_concurrent_requests),
+            maximum_concurrent_rpcs=most,  # the application counts requests, whose keys it knows
         )
         self._server.add_generic_rpc_handlers([self._handlers()])
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -193,29 +195,34 @@ class GrpcServer:
         return found
 
     def _unary(self, name: str, answer: Answer) -> Callable[..., Awaitable[None]]:
-        async def handle(asked: Call, context: Any, _: Principal | None) -> None:
-            request = await asked.read_only(f"{name}Request")
-            await context.write(await answer(request, asked))
+        async def handle(asked: Call, context: Any, principal: Principal | None) -> None:
+            if principal is None:  # whoever sends no message would hold a place without a key
+                await context.write(await answer(None, asked))
+                return
+            with _place(self._num_calls, principal.name, self._max_calls, "calls"):
+                request = await asked.read_only(f"{name}Request")
+                await context.write(await answer(request, asked))
 
         return handle
 
     async def _stream(self, asked: Call, context: Any, principal: Principal) -> None:
-        with self._place(principal.name):
+        with _place(self._num_streams, principal.name, MAX_STREAMS, "streams"):
             await Stream(asked, context, self._max_bytes).run()
 
-    @contextmanager
-    def _place(self, tenant: str) -> Iterator[None]:
-        if self._num_streams[tenant] >= MAX_STREAMS:
-            raise RateLimitError(
-                f"{MAX_STREAMS} streams are open; send the requests on these.", retry_after=1.0
-            )
-        self._num_streams[tenant] += 1
-        try:
-            yield
-        finally:
-            self._num_streams[tenant] -= 1
-            if not self._num_streams[tenant]:
-                del self._num_streams[tenant]
+
+@contextmanager
+def _place(places: Counter[str], tenant: str, most: int, what: str) -> Iterator[None]:
+    if places[tenant] >= most:
+        raise RateLimitError(
+            f"{most} {what} are open; wait until one of them ends.", retry_after=1.0
+        )
+    places[tenant] += 1
+    try:
+        yield
+    finally:
+        places[tenant] -= 1
+        if not places[tenant]:
+            del places[tenant]
 
 
 def _credentials(files: Sequence[Path]) -> Any:
