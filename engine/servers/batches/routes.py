@@ -32,11 +32,14 @@ from engine.servers.fine_tuning.store import JobStore
 from engine.servers.http.limits import read_parsed
 from engine.servers.http.listing import list_body, parse_query
 from engine.servers.schema.body import validated
+from engine.servers.serving.fair_slots import FairSlots
 from engine.servers.serving.services import NOT_READY_RETRY_S, Services, json_response
 from engine.servers.serving.storage import Database
 
 MAX_BODY_BYTES = 65_536
 PREFIX = "batch_"
+# Input files that are checked at a time. Each takes a thread, of which the server has few.
+MAX_READS = 2
 
 
 def add_files_and_batches_routes(app: FastAPI, services: Services) -> None:
@@ -46,7 +49,8 @@ def add_files_and_batches_routes(app: FastAPI, services: Services) -> None:
     database = Database(db_path, schemas, (*batch_store.ADDED, *job_store.ADDED))
     files = FileStore(settings.directory / "files", database, settings.max_size_mb * 2**20)
     store = BatchStore(database, files)
-    bench = Bench(services, store, files, Caller(app), line_slots(services))
+    reads = FairSlots(MAX_READS)
+    bench = Bench(services, store, files, Caller(app), line_slots(services), reads)
     runner = BatchRunner(bench, database, settings.directory, db_path)
     jobs = JobStore(database)
     job_runner = JobRunner(services, jobs, files, settings.directory, db_path)
@@ -55,7 +59,7 @@ def add_files_and_batches_routes(app: FastAPI, services: Services) -> None:
     uploads.add_uploads_routes(app, services, database, files)
     add_batches_routes(app, services, store, runner)
     add_message_batches_routes(app, bench, runner)
-    add_fine_tuning_routes(app, FineTuning(services, jobs, files, job_runner))
+    add_fine_tuning_routes(app, FineTuning(services, jobs, files, job_runner, reads))
 
 
 def add_batches_routes(

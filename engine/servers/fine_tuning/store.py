@@ -16,7 +16,9 @@ from engine.servers.files.store import find_file, hold_file
 from engine.servers.fine_tuning.schema import ENDED, Job, JobEvent, Status
 from engine.servers.serving.storage import Database
 
-MAX_OPEN_JOBS = 20  # of each tenant
+# Of each tenant
+MAX_OPEN_JOBS = 20
+MAX_KEPT_JOBS = 1_000
 RETRY_FULL_S = 60.0
 PREFIX = "ftjob-"
 
@@ -75,15 +77,11 @@ class JobStore:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def create(self, job: Job) -> Job:
-        def work(db: sqlite3.Connection) -> Job:
-            query = f"SELECT COUNT(*) FROM fine_tuning_jobs WHERE owner = ? AND {_OPEN}"
-            if db.execute(query, (job.owner,)).fetchone()[0] >= MAX_OPEN_JOBS:
-                raise RateLimitError(
-                    f"{MAX_OPEN_JOBS} of your jobs wait or run, which is as many as a tenant may"
-                    " have.",
-                    retry_after=RETRY_FULL_S,
-                )
+    async def create(self, job: Job) -> list[str]:
+        """Add a job. Returns the ids of old jobs that were dropped for it."""
+
+        def work(db: sqlite3.Connection) -> list[str]:
+            _check_not_full(db, job.owner)
             for param in ("training_file", "validation_file"):
                 file_id = getattr(job, param)
                 if file_id is not None:
@@ -94,14 +92,17 @@ class JobStore:
             db.execute(
                 f"INSERT INTO fine_tuning_jobs ({', '.join(_STORED)}) VALUES ({marks})", values
             )
-            return _find(db, job.id, None)
+            return _drop_oldest(db, job.owner)
 
         return await self._database.run(work)
 
-    async def check_files(self, owner: str, files: Sequence[tuple[str, str | None]]) -> None:
-        """Raise if a file, given as (parameter, id), is not there or has another purpose."""
+    async def check(self, owner: str, files: Sequence[tuple[str, str | None]]) -> None:
+        """Raise if the owner can't have another job, or if a file, given as (parameter, id), is not
+        there or has another purpose.
+        """
 
         def work(db: sqlite3.Connection) -> None:
+            _check_not_full(db, owner)
             for param, file_id in files:
                 if file_id is not None:
                     _check_file(db, owner, file_id, param)
@@ -260,6 +261,27 @@ class JobStore:
             return [JobEvent(**dict(row)) for row in rows]
 
         return await self._database.run(work)
+
+
+def _check_not_full(db: sqlite3.Connection, owner: str) -> None:
+    query = f"SELECT COUNT(*) FROM fine_tuning_jobs WHERE owner = ? AND {_OPEN}"
+    if db.execute(query, (owner,)).fetchone()[0] >= MAX_OPEN_JOBS:
+        raise RateLimitError(
+            f"{MAX_OPEN_JOBS} of your jobs wait or run, which is as many as a tenant may have.",
+            retry_after=RETRY_FULL_S,
+        )
+
+
+def _drop_oldest(db: sqlite3.Connection, owner: str) -> list[str]:
+    """Delete the owner's oldest jobs that have ended, if there are too many. Their models stay."""
+    old = db.execute(
+        f"DELETE FROM fine_tuning_jobs WHERE seq IN (SELECT seq FROM fine_tuning_jobs"
+        f" WHERE owner = ? AND NOT ({_OPEN}) ORDER BY seq DESC LIMIT -1 OFFSET ?) RETURNING id",
+        (owner, MAX_KEPT_JOBS),
+    ).fetchall()
+    for table in ("fine_tuning_events", "fine_tuning_results"):
+        db.executemany(f"DELETE FROM {table} WHERE job_id = ?", [(row["id"],) for row in old])
+    return [row["id"] for row in old]
 
 
 def _check_file(db: sqlite3.Connection, owner: str, file_id: str, param: str) -> None:
