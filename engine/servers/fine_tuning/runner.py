@@ -305,7 +305,8 @@ class JobRunner:
                 await self._offer(job, f"{name}:ckpt-step-{step}", checkpoint)
             await self._offer(job, name, folder.adapter)
         except EngineError as error:  # the adapter is kept, so the work is not lost
-            text = f"The adapter is in {folder.adapter}, but it is not served: {error}"
+            logger.warning("the adapter in %s is not served: %s", folder.adapter, error)
+            text = f"The server keeps the adapter of this job, but it is not served: {error}"
             await self._store.note(job.id, text, level="warn")
         await self._store.note(job.id, f"New fine-tuned model created: {name}")
         await self._store.note(job.id, "The job has successfully completed.")
