@@ -1,12 +1,13 @@
 """Training files: a wrong line is named, and only what the model would say itself is trained."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from engine.core.errors import InvalidRequestError
 from engine.core.store.model_store import resolve_model
-from engine.finetuning.data import parse_example, read_examples
+from engine.finetuning.data import MAX_LINE_BYTES, count_examples, parse_example, read_examples
 from engine.finetuning.plan import Hyperparameters, decide
 from engine.finetuning.tokens import ExampleTokenizer
 from engine.frontend.text_model import load_text
