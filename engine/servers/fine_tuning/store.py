@@ -3,7 +3,7 @@ may be killed at any time.
 """
 
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from itertools import islice
 from typing import Any
@@ -137,21 +137,32 @@ class JobStore:
         query = "SELECT MAX(step) FROM fine_tuning_events WHERE job_id = ?"
         return await self._database.run(lambda db: db.execute(query, (job_id,)).fetchone()[0] or 0)
 
-    async def next_job(self) -> Job | None:
+    async def next_job(self, turns: Mapping[str, int]) -> Job | None:
         """The job that is running, or the next one that waits: the oldest job of the tenant whose
-        last job ended longest ago.
+        last turn, or else last end of a job, was longest ago. `turns` has the last turn of tenants,
+        in seconds since 1970.
         """
 
         def work(db: sqlite3.Connection) -> Job | None:
-            row = db.execute(
-                f"SELECT {_COLUMNS} FROM fine_tuning_jobs"
-                " WHERE status IN ('running', 'queued') ORDER BY status = 'queued',"
-                " (SELECT MAX(ended.finished_at) FROM fine_tuning_jobs AS ended"
-                "  WHERE ended.owner = fine_tuning_jobs.owner) NULLS FIRST, seq LIMIT 1"
-            ).fetchone()
-            return None if row is None else Job(**dict(row))
+            rows = db.execute(
+                f"SELECT {_COLUMNS}, (SELECT MAX(ended.finished_at) FROM fine_tuning_jobs AS ended"
+                "  WHERE ended.owner = fine_tuning_jobs.owner) AS last_end FROM fine_tuning_jobs"
+                " WHERE status IN ('running', 'queued') ORDER BY status = 'queued', seq"
+            )
+            found = [(row.pop("last_end") or 0, Job(**row)) for row in map(dict, rows)]
+            if found and found[0][1].status == "running":
+                return found[0][1]
+            last = {job.owner: max(end, turns.get(job.owner, 0)) for end, job in found}
+            return min((job for _, job in found), key=lambda job: last[job.owner], default=None)
 
         return await self._database.run(work)
+
+    async def others_wait(self, owner: str) -> bool:
+        """Whether a job of another tenant waits."""
+        query = "SELECT 1 FROM fine_tuning_jobs WHERE status = 'queued' AND owner != ? LIMIT 1"
+        return await self._database.run(
+            lambda db: db.execute(query, (owner,)).fetchone() is not None
+        )
 
     async def counts(self) -> dict[str, int]:
         """The number of jobs by status."""

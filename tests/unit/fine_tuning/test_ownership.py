@@ -15,7 +15,7 @@ import pytest
 from engine.core.key_file import add_key, remove_key
 from engine.core.store.adapter_store import kept_adapters
 from engine.finetuning.jobs import TrainingRequest
-from engine.servers.fine_tuning import routes, store
+from engine.servers.fine_tuning import routes, runner, store
 from engine.servers.fine_tuning.store import MAX_OPEN_JOBS
 from tests.fake_backend import MODEL
 from tests.live_server import LiveServer, live_server, wait_until
@@ -187,3 +187,24 @@ def test_only_the_last_jobs_of_a_tenant_are_kept(
     assert {each for (each,) in events} == {other.id, *made[2:]}
     trainer_of(other).succeed()
     wait_for(stranger, other, "succeeded")
+
+
+def test_a_long_job_leaves_turns_to_other_tenants(
+    server: LiveServer, keys: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "TURN_S", 0.0)
+    owner, stranger = (client_of(server, keys[name]) for name in ("owner", "stranger"))
+    long = create(owner)
+    first = trainer_of(long)
+    first.tell("metrics", 1, loss=1.0)
+    wait_until(lambda: owner.fine_tuning.jobs.retrieve(long.id).trained_tokens is not None)
+    monkeypatch.setattr(runner, "TURN_S", 3600.0)  # of the turns that follow
+    waiting = create(owner)
+    other = create(stranger)
+    trainer_of(other).succeed()
+    wait_for(stranger, other, "succeeded")
+    assert first.asked.count("pause") == 1 and "kill" in first.asked
+    trainer_of(long, 1).succeed()
+    wait_for(owner, long, "succeeded")
+    trainer_of(waiting).succeed()
+    wait_for(owner, waiting, "succeeded")
