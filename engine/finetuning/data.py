@@ -12,7 +12,7 @@ from typing import Any, Literal
 from engine.core.errors import InvalidRequestError
 
 Method = Literal["supervised", "dpo"]
-MAX_LINE_BYTES = 4 * 2**20
+MAX_LINE_BYTES = 2**20  # a line is parsed in one piece, meanwhile no other thread runs
 MAX_DEPTH = 64
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MESSAGE_KEYS = {"role", "content", "name", "weight", "tool_calls", "tool_call_id"}

@@ -19,8 +19,12 @@ from engine.servers.fine_tuning import store as job_store
 from engine.servers.fine_tuning.routes import FineTuning, add_fine_tuning_routes
 from engine.servers.fine_tuning.runner import JobRunner
 from engine.servers.fine_tuning.store import JobStore
+from engine.servers.serving.fair_slots import FairSlots
 from engine.servers.serving.services import Services
 from engine.servers.serving.storage import Database
+
+# Input files that are checked at a time. Each takes a thread, of which the server has few.
+MAX_READS = 2
 
 
 def add_files_and_batches_routes(app: FastAPI, services: Services) -> None:
@@ -30,7 +34,8 @@ def add_files_and_batches_routes(app: FastAPI, services: Services) -> None:
     database = Database(db_path, schemas, (*batch_store.ADDED, *job_store.ADDED))
     files = FileStore(settings.directory / "files", database, settings.max_size_mb * 2**20)
     store = BatchStore(database, files)
-    bench = Bench(services, store, files, Caller(app), line_slots(services))
+    reads = FairSlots(MAX_READS)
+    bench = Bench(services, store, files, Caller(app), line_slots(services), reads)
     runner = BatchRunner(bench, database, settings.directory, db_path)
     jobs = JobStore(database)
     job_runner = JobRunner(services, jobs, files, settings.directory, db_path)
@@ -39,4 +44,4 @@ def add_files_and_batches_routes(app: FastAPI, services: Services) -> None:
     uploads.add_uploads_routes(app, services, database, files)
     add_batches_routes(app, services, store, runner)
     add_message_batches_routes(app, bench, runner)
-    add_fine_tuning_routes(app, FineTuning(services, jobs, files, job_runner))
+    add_fine_tuning_routes(app, FineTuning(services, jobs, files, job_runner, reads))

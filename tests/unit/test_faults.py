@@ -278,8 +278,9 @@ def test_a_step_too_large_for_memory_is_halved_and_stays_small():
     engine.check()
 
 
-def test_a_stream_that_cannot_be_written_ends_with_an_error_event():
-    with live_server() as server, faults.planned(Fault("format", at=3)):
+@pytest.mark.parametrize("at", [1, 3])  # in a task, and where a token arrives
+def test_a_stream_that_cannot_be_written_ends_with_an_error_event(at):
+    with live_server() as server, faults.planned(Fault("format", at=at)):
         reply = httpx.post(server.url + "/v1/chat/completions", json=chat(stream=True))
     events = events_of(reply.text)
     assert set(events[-1]["error"]) == {"message", "type", "param", "code"}

@@ -1,12 +1,13 @@
 """Training files: a wrong line is named, and only what the model would say itself is trained."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from engine.core.errors import InvalidRequestError
 from engine.core.store.model_store import resolve_model
-from engine.finetuning.data import parse_example, read_examples
+from engine.finetuning.data import MAX_LINE_BYTES, count_examples, parse_example, read_examples
 from engine.finetuning.plan import Hyperparameters, decide
 from engine.finetuning.tokens import ExampleTokenizer
 from engine.frontend.text_model import load_text
@@ -150,3 +151,12 @@ def test_small_files_get_more_epochs_and_given_values_stay():
     assert (given.n_epochs, given.batch_size) == (2, 60)
     with pytest.raises(InvalidRequestError, match="n_epochs must be between 1 and 1000"):
         decide(Hyperparameters(n_epochs=0), 60)
+
+
+def test_a_line_that_is_too_long_to_parse_in_one_piece_is_refused(tmp_path: Path) -> None:
+    """Nothing else runs in the server while a line is parsed."""
+    path = tmp_path / "train.jsonl"
+    good = json.dumps({"prompt": "a", "completion": "b"})
+    path.write_text(f"{good}\n[{'[],' * (MAX_LINE_BYTES // 3)}[]]\n")
+    with pytest.raises(InvalidRequestError, match=r"line 2 .* has more than 1,048,576 bytes"):
+        count_examples(path, "supervised")

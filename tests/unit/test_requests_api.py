@@ -54,6 +54,23 @@ def test_a_tenant_sees_its_own_requests_and_the_admin_all(tmp_path: Path) -> Non
         assert httpx.get(f"{url}?limit=0", headers=bearer(ours)).status_code == 400
 
 
+def test_a_flood_leaves_the_explanations_of_other_tenants(tmp_path: Path) -> None:
+    keys_file = tmp_path / "keys.json"
+    ours, theirs = (add_key(keys_file, name)[0] for name in ("ours", "theirs"))
+    with live_server(server={"keys_file": keys_file}, requests={"keep": 4}) as live:
+
+        def ask(key: str) -> str:
+            url = f"{live.url}/v1/chat/completions"
+            return str(httpx.post(url, json=chat(), headers=bearer(key)).json()["id"])
+
+        first = ask(ours)
+        flood = [ask(theirs) for _ in range(9)]
+        url = f"{live.url}/v1/admin/requests"
+        assert httpx.get(f"{url}/{first}", headers=bearer(ours)).status_code == 200
+        kept = httpx.get(url, headers=bearer(theirs)).json()["requests"]
+        assert [each["id"] for each in kept] == flood[:-4:-1]
+
+
 @pytest.mark.parametrize("admin_key", [None, ADMIN])
 def test_decisions_are_shown_to_those_who_may_read_the_routes(admin_key: str | None) -> None:
     key = "client-key-0123456789abcdef"

@@ -148,6 +148,20 @@ def test_lines_have_the_limits_that_their_key_has_now(
     assert "no such model" in results and not backend.requests
 
 
+def test_a_batch_that_must_wait_leaves_slots_to_other_tenants(tmp_path: Path) -> None:
+    """The lines of a key that has used up its limit hold their slots until they are answered."""
+    path = tmp_path / "keys.json"
+    slow = add_key(path, "slow", limits={"requests_per_minute": 1})[0]
+    quick = add_key(path, "quick")[0]
+    with live_server(server={"keys_file": path}, storage={"path": tmp_path}) as server:
+        waiting, other = Client(server, slow), Client(server, quick)
+        batch = f"/v1/batches/{waiting.batch(*[MODEL] * 40)}"
+        waiting.ended(batch, lambda each: each["request_counts"]["completed"] == 1)
+        assert other.ended_batch(other.batch(MODEL))["request_counts"]["completed"] == 1
+        assert waiting.ask("GET", batch).json()["status"] == "in_progress"
+        waiting.ask("POST", f"{batch}/cancel")
+
+
 def test_an_older_database_gets_the_columns_that_it_lacks(tmp_path: Path) -> None:
     """A batch of an earlier version names no key, so it goes on only on a server without keys."""
     with live_server(FakeBackend(), storage={"path": tmp_path}) as server:

@@ -147,3 +147,33 @@ async def test_batches_are_limited_for_each_tenant(clients: list[httpx.AsyncClie
     refused = [each for each in [await batch(a) for _ in range(4)] if each.status_code != 200]
     assert all(each.status_code == 429 and "of your batches" in each.text for each in refused)
     assert (await b.get(f"/v1/batches/{kept.json()['id']}")).status_code == 200
+
+
+async def test_the_number_of_files_is_limited_for_each_tenant(
+    clients: list[httpx.AsyncClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sizes of all files are added up, so small ones must not be too many."""
+    monkeypatch.setattr(file_store, "MAX_FILES", 5)
+    a, b = clients
+    made = [await file(a) for _ in range(6)]
+    assert [each.status_code for each in made] == [200] * 5 + [507]
+    assert "Delete some" in made[-1].text
+    body = {"input_file_id": made[0].json()["id"], "endpoint": "/v1/chat/completions"}
+    refused = await a.post("/v1/batches", json=body | {"completion_window": "24h"})
+    assert refused.status_code == 507, "its results would be files, too"
+    assert (await file(b)).status_code == 200
+
+
+async def test_uploads_that_have_ended_are_forgotten(
+    clients: list[httpx.AsyncClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uploads, "MAX_KEPT_UPLOADS", 2)
+    a, b = clients
+    other = (await upload(b)).json()["id"]
+    ids = []
+    for _ in range(6):
+        ids.append((await upload(a)).json()["id"])
+        assert (await a.post(f"/v1/uploads/{ids[-1]}/cancel")).status_code == 200
+    statuses = [(await a.post(f"/v1/uploads/{each}/cancel")).status_code for each in ids]
+    assert statuses == [404] * 3 + [409] * 3
+    assert (await b.post(f"/v1/uploads/{other}/cancel")).status_code == 200

@@ -2,9 +2,9 @@
 
 A line of the input file is one request. Lines run concurrently, as requests with the key that made
 the batch: with its current limits, and not at all once it was removed. All batches share a limited
-number of slots for lines. If a line is refused for lack of capacity, it is retried. Any other
-answer is the line's result. If the storage is full, the batch fails. If the storage has another
-error, this run ends, and the runner tries again later.
+number of slots for lines, of which each tenant gets some. If a line is refused for lack of
+capacity, it is retried. Any other answer is the line's result. If the storage is full, the batch
+fails. If the storage has another error, this run ends, and the runner tries again later.
 """
 
 import asyncio
@@ -25,6 +25,7 @@ from engine.servers.batches.schema import Batch, LineError
 from engine.servers.batches.store import BatchStore
 from engine.servers.files.expiry import unix_now
 from engine.servers.files.store import FileStore, StorageFullError
+from engine.servers.serving.fair_slots import FairSlots
 from engine.servers.serving.services import Services
 
 # If the engine was lost this many times during a line (status 503), the line is assumed to be the
@@ -39,13 +40,16 @@ _PAGE = 64
 
 @dataclass(frozen=True)
 class Bench:
-    """The objects that all batch runs share. `slots` limits how many lines run at a time."""
+    """The objects that all batch runs share. `slots` limits how many lines run at a time, and
+    `reads` how many files are checked at a time.
+    """
 
     services: Services
     store: BatchStore
     files: FileStore
     caller: Caller
-    slots: asyncio.Semaphore
+    slots: FairSlots
+    reads: FairSlots
 
 
 class BatchRun:
@@ -87,7 +91,8 @@ class BatchRun:
             return await store.find(batch.id)
         find_model = partial(services.find_model, principal=principal)
         try:
-            found = await asyncio.to_thread(scan, path, batch.endpoint, max_bytes, find_model)
+            async with self._bench.reads.slot(batch.owner):
+                found = await asyncio.to_thread(scan, path, batch.endpoint, max_bytes, find_model)
         except OSError:
             found = Scan(errors=[_unreadable()])
         if found.errors:
@@ -113,7 +118,7 @@ class BatchRun:
         try:
             while page := await self._bench.store.pending(batch.id, after, _PAGE):
                 for line in page:
-                    if not await self._take_slot(watching):
+                    if not await self._take_slot(batch.owner, watching):
                         return
                     running.create_task(self._run_line(batch, line))
                 after = page[-1].number
@@ -138,18 +143,18 @@ class BatchRun:
             self._failure = error
         self._over.set()
 
-    async def _take_slot(self, watching: asyncio.Task[None]) -> bool:
+    async def _take_slot(self, owner: str, watching: asyncio.Task[None]) -> bool:
         """Wait for a free slot for a line. If the batch must stop before, takes no slot and returns
         False.
         """
-        taking = asyncio.create_task(self._bench.slots.acquire())
+        taking = asyncio.create_task(self._bench.slots.acquire(owner))
         try:
             await asyncio.wait({taking, watching}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             if not taking.done():
                 taking.cancel()
         if watching.done() and taking.done():
-            self._bench.slots.release()
+            self._bench.slots.release(owner)
         return not watching.done()
 
     async def _run_line(self, batch: Batch, line: Line) -> None:
@@ -170,7 +175,7 @@ class BatchRun:
         except EngineError as error:
             self._fail(error)
         finally:
-            self._bench.slots.release()
+            self._bench.slots.release(batch.owner)
 
     async def _give_up(self, batch: Batch, error: LineError) -> None:
         try:

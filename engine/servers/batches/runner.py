@@ -19,6 +19,7 @@ from engine.core.interfaces.backend import ModelCard
 from engine.servers.batches.run import BatchRun, Bench
 from engine.servers.batches.schema import LineError
 from engine.servers.files.expiry import unix_now
+from engine.servers.serving.fair_slots import FairSlots
 from engine.servers.serving.services import Services
 from engine.servers.serving.storage import Database, FileLock
 
@@ -38,12 +39,12 @@ def pool_of(cards: Sequence[ModelCard]) -> str:
     return hashlib.sha256(names.encode()).hexdigest()[:16]
 
 
-def line_slots(services: Services) -> asyncio.Semaphore:
-    """A semaphore with one slot for each batch line that may run at a time. There are at most half
-    as many as the server admits requests.
+def line_slots(services: Services) -> FairSlots:
+    """A slot for each batch line that may run at a time. There are at most half as many as the
+    server admits requests.
     """
     half = services.settings.server.max_concurrent_requests // 2
-    return asyncio.Semaphore(max(1, min(MAX_RUNNING_LINES, half)))
+    return FairSlots(max(1, min(MAX_RUNNING_LINES, half)))
 
 
 class BatchRunner:

@@ -28,6 +28,7 @@ from engine.servers.files.store import (
     FileStore,
     StoredFile,
     Upload,
+    check_num_files,
     delete_row,
     find_file,
     hold_file,
@@ -376,9 +377,10 @@ def _find(
 
 
 def _check_not_full(db: sqlite3.Connection, owner: str) -> None:
-    """Raise if too many batches of the owner have not ended. If too many that ended are kept,
-    delete the oldest of them.
+    """Raise if too many batches of the owner have not ended, or if there is no room for the result
+    files of another one. If too many that ended are kept, delete the oldest of them.
     """
+    check_num_files(db, owner, 2)
     query = f"SELECT COUNT(*) FROM batches WHERE owner = ? AND {_OPEN}"
     num_open = db.execute(query, (owner,)).fetchone()[0]
     if num_open >= MAX_OPEN_BATCHES:

@@ -27,6 +27,9 @@ from engine.servers.serving.storage import Database
 # Min size at which a file counts towards the storage limit, because every file uses at least this
 # much disk space.
 MIN_CHARGE_BYTES = 4_096
+# Files of each tenant, parts of uploads and results of batches included. The rows of all files are
+# added up when one grows.
+MAX_FILES = 10_000
 # No upload takes this many seconds. So an older file without a database row is not an upload in
 # progress.
 ORPHAN_AGE_S = 3_600.0
@@ -120,6 +123,18 @@ def insert_file(connection: sqlite3.Connection, file: StoredFile, *, is_ready: b
             is_ready,
         ),
     )
+
+
+def check_num_files(connection: sqlite3.Connection, owner: str, num_new: int) -> None:
+    """Raise if the owner can't have this many files more."""
+    query = "SELECT COUNT(*) FROM files WHERE owner = ?"
+    num_files = connection.execute(query, (owner,)).fetchone()[0]
+    if num_files + num_new > MAX_FILES:
+        raise StorageFullError(
+            f"You have {num_files} files, with parts of uploads and results of batches; a tenant"
+            f" may have {MAX_FILES}. Delete some.",
+            param="file",
+        )
 
 
 def delete_row(connection: sqlite3.Connection, file_id: str) -> None:
@@ -313,6 +328,7 @@ class Upload:
         )
 
         def work(db: sqlite3.Connection) -> None:
+            check_num_files(db, owner, 1)
             insert_file(db, file, is_ready=is_ready)
             if also is not None:
                 also(db, file)

@@ -34,7 +34,9 @@ from engine.servers.serving.storage import Database
 LIFE_S = 3_600
 # How long an upload that has ended is still known, in seconds after its expiry.
 KNOWN_S = 86_400
-MAX_OPEN_UPLOADS = 100  # of each tenant
+# Of each tenant
+MAX_OPEN_UPLOADS = 100
+MAX_KEPT_UPLOADS = 1_000
 MAX_PARTS = 1_000
 MAX_PART_BYTES = 64 * 2**20
 MAX_BODY_BYTES = 65_536
@@ -54,6 +56,7 @@ CREATE TABLE IF NOT EXISTS uploads (
     status TEXT NOT NULL
 );
 """
+_OPEN = "status = 'pending' AND expires_at > ?"
 _STRICT = ConfigDict(strict=True, extra="forbid", frozen=True, defer_build=True)
 
 
@@ -121,14 +124,19 @@ class UploadStore:
         def work(db: sqlite3.Connection) -> None:
             now = unix_now()
             db.execute("DELETE FROM uploads WHERE expires_at <= ?", (now - KNOWN_S,))
-            is_open = "owner = ? AND status = 'pending' AND expires_at > ?"
-            num_open = db.execute(f"SELECT COUNT(*) FROM uploads WHERE {is_open}", (new.owner, now))
+            query = f"SELECT COUNT(*) FROM uploads WHERE owner = ? AND {_OPEN}"
+            num_open = db.execute(query, (new.owner, now))
             if num_open.fetchone()[0] >= MAX_OPEN_UPLOADS:
                 raise RateLimitError(
                     f"{MAX_OPEN_UPLOADS} of your uploads are not complete, which is as many as a"
                     " tenant may have. Complete or cancel some.",
                     retry_after=RETRY_FULL_S,
                 )
+            db.execute(
+                f"DELETE FROM uploads WHERE rowid IN (SELECT rowid FROM uploads WHERE owner = ?"
+                f" AND NOT ({_OPEN}) ORDER BY rowid DESC LIMIT -1 OFFSET ?)",
+                (new.owner, now, MAX_KEPT_UPLOADS),
+            )
             marks = ", ".join("?" * len(fields(PartedUpload)))
             db.execute(f"INSERT INTO uploads VALUES ({marks})", tuple(asdict(new).values()))
 

@@ -28,6 +28,7 @@ from engine.servers.fine_tuning.store import PREFIX, JobStore
 from engine.servers.http.limits import read_parsed
 from engine.servers.http.listing import following, list_body, parse_query
 from engine.servers.schema.body import validated
+from engine.servers.serving.fair_slots import FairSlots
 from engine.servers.serving.services import Services, json_response
 
 MAX_BODY_BYTES = 65_536
@@ -40,12 +41,18 @@ class FineTuning:
     """What the routes share."""
 
     def __init__(
-        self, services: Services, store: JobStore, files: FileStore, runner: JobRunner
+        self,
+        services: Services,
+        store: JobStore,
+        files: FileStore,
+        runner: JobRunner,
+        reads: FairSlots,
     ) -> None:
         self._services = services
         self._files = files
         self.store = store
         self.runner = runner
+        self._reads = reads  # limits how many files are checked at a time
 
     def body_of(self, job: Job) -> dict[str, Any]:
         return job.body(self.runner.estimated_finish(job.id))
@@ -53,7 +60,7 @@ class FineTuning:
     async def create(self, body: JobBody, principal: Principal) -> Job:
         owner = principal.name
         files = (("training_file", body.training_file), ("validation_file", body.validation_file))
-        await self.store.check_files(owner, files)
+        await self.store.check(owner, files)
         base = self._base_path(body.model, principal)
         self._check_rank(body)
         job_id = f"{PREFIX}{secrets.token_hex(12)}"
@@ -75,12 +82,17 @@ class FineTuning:
             checkpoint_s=settings.checkpoint_s,
         )
         folder = self.runner.folder_of(job_id)
-        _, plan = await asyncio.to_thread(make_job, request, folder.path)
+        async with self._reads.slot(owner):
+            await self.store.check(owner, files)  # more jobs may have been created meanwhile
+            _, plan = await asyncio.to_thread(make_job, request, folder.path)
         try:
-            job = await self.store.create(_job_of(job_id, principal, body, plan))
+            job = _job_of(job_id, principal, body, plan)
+            dropped = await self.store.create(job)
         except BaseException:
             folder.remove()
             raise
+        for each in dropped:
+            await asyncio.to_thread(self.runner.folder_of(each).remove)
         await self.store.note(job.id, f"Created fine-tuning job: {job.id}")
         self.runner.notice()
         return job

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import time
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,6 +46,7 @@ REST_S = 1.0  # seconds between looks at the queue, or at a process that is held
 STILL_S = 60.0  # seconds after which a process that does nothing is told to go on
 STALLED_S = 900.0  # seconds after which it is killed
 FAULT_S = 10.0  # seconds after a failure of the storage, such as a full disk
+TURN_S = 1800.0  # seconds that a job trains while jobs of other tenants wait
 MAX_DEATHS = 3  # of the training process at the same step
 _LOCK = "fine_tuning.lock"
 
@@ -70,6 +72,7 @@ class JobRunner:
         self._loop: asyncio.Task[None] | None = None
         self._training: str | None = None  # id of the job that trains
         self._pace = Pace()
+        self._turns: dict[str, int] = {}  # when each tenant's last turn ended
 
     @cached_property
     def _metrics(self) -> JobMetrics:
@@ -139,7 +142,7 @@ class JobRunner:
 
     async def _turn(self) -> None:
         await self._count()
-        job = await self._store.next_job()
+        job = await self._store.next_job(self._turns)
         if job is None:
             return
         if job.status == "queued":
@@ -160,6 +163,7 @@ class JobRunner:
             await self._fail(job, "The server failed to run this job. Its log says why.")
         finally:
             self._training = None
+            self._turns[job.owner] = unix_now()
         await self._tidy(job)
         await self._count()
 
@@ -252,6 +256,7 @@ class JobRunner:
         paused or cancelled; the byte after it; and the exit status.
         """
         last, is_pausing, headway = TrainingEvent(kind="loading"), False, Headway(process.pid)
+        turn_ends_at = time.monotonic() + TURN_S
         while True:
             status = process.exit_status()
             events, start = await asyncio.to_thread(folder.events, start)
@@ -268,8 +273,10 @@ class JobRunner:
             if now == "queued" and not is_pausing:  # resumed before the process heard of the pause
                 with contextlib.suppress(ConflictError):  # it has changed again
                     await self._store.move(job.id, "running", ("queued",))
-            if now == "paused":
-                is_pausing = True
+            if now == "running" and time.monotonic() >= turn_ends_at:
+                is_pausing = await self._gives_turn(job)
+            is_pausing = is_pausing or now == "paused"
+            if is_pausing:
                 if hold is not None:
                     await hold.end()
                 process.pause()
@@ -277,6 +284,17 @@ class JobRunner:
             if not is_held:
                 await asyncio.to_thread(_urge, process, headway)
             await self._pause(REST_S if is_held else POLL_S)
+
+    async def _gives_turn(self, job: Job) -> bool:
+        """Let the job wait again if jobs of other tenants wait. Returns whether it does."""
+        if not await self._store.others_wait(job.owner):
+            return False
+        try:
+            await self._store.move(job.id, "queued", ("running",))
+        except ConflictError:  # it was paused or cancelled meanwhile
+            return False
+        await self._store.note(job.id, "The job waits: it is another tenant's turn.")
+        return True
 
     async def _record(self, job: Job, event: TrainingEvent) -> None:
         if event.kind == "notice":
@@ -305,7 +323,8 @@ class JobRunner:
                 await self._offer(job, f"{name}:ckpt-step-{step}", checkpoint)
             await self._offer(job, name, folder.adapter)
         except EngineError as error:  # the adapter is kept, so the work is not lost
-            text = f"The adapter is in {folder.adapter}, but it is not served: {error}"
+            logger.warning("the adapter in %s is not served: %s", folder.adapter, error)
+            text = f"The server keeps the adapter of this job, but it is not served: {error}"
             await self._store.note(job.id, text, level="warn")
         await self._store.note(job.id, f"New fine-tuned model created: {name}")
         await self._store.note(job.id, "The job has successfully completed.")

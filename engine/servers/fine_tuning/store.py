@@ -3,7 +3,7 @@ may be killed at any time.
 """
 
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from itertools import islice
 from typing import Any
@@ -16,7 +16,9 @@ from engine.servers.files.store import find_file, hold_file
 from engine.servers.fine_tuning.schema import ENDED, Job, JobEvent, Status
 from engine.servers.serving.storage import Database
 
-MAX_OPEN_JOBS = 20  # of each tenant
+# Of each tenant
+MAX_OPEN_JOBS = 20
+MAX_KEPT_JOBS = 1_000
 RETRY_FULL_S = 60.0
 PREFIX = "ftjob-"
 
@@ -75,15 +77,11 @@ class JobStore:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def create(self, job: Job) -> Job:
-        def work(db: sqlite3.Connection) -> Job:
-            query = f"SELECT COUNT(*) FROM fine_tuning_jobs WHERE owner = ? AND {_OPEN}"
-            if db.execute(query, (job.owner,)).fetchone()[0] >= MAX_OPEN_JOBS:
-                raise RateLimitError(
-                    f"{MAX_OPEN_JOBS} of your jobs wait or run, which is as many as a tenant may"
-                    " have.",
-                    retry_after=RETRY_FULL_S,
-                )
+    async def create(self, job: Job) -> list[str]:
+        """Add a job. Returns the ids of old jobs that were dropped for it."""
+
+        def work(db: sqlite3.Connection) -> list[str]:
+            _check_not_full(db, job.owner)
             for param in ("training_file", "validation_file"):
                 file_id = getattr(job, param)
                 if file_id is not None:
@@ -94,14 +92,17 @@ class JobStore:
             db.execute(
                 f"INSERT INTO fine_tuning_jobs ({', '.join(_STORED)}) VALUES ({marks})", values
             )
-            return _find(db, job.id, None)
+            return _drop_oldest(db, job.owner)
 
         return await self._database.run(work)
 
-    async def check_files(self, owner: str, files: Sequence[tuple[str, str | None]]) -> None:
-        """Raise if a file, given as (parameter, id), is not there or has another purpose."""
+    async def check(self, owner: str, files: Sequence[tuple[str, str | None]]) -> None:
+        """Raise if the owner can't have another job, or if a file, given as (parameter, id), is not
+        there or has another purpose.
+        """
 
         def work(db: sqlite3.Connection) -> None:
+            _check_not_full(db, owner)
             for param, file_id in files:
                 if file_id is not None:
                     _check_file(db, owner, file_id, param)
@@ -136,21 +137,32 @@ class JobStore:
         query = "SELECT MAX(step) FROM fine_tuning_events WHERE job_id = ?"
         return await self._database.run(lambda db: db.execute(query, (job_id,)).fetchone()[0] or 0)
 
-    async def next_job(self) -> Job | None:
+    async def next_job(self, turns: Mapping[str, int]) -> Job | None:
         """The job that is running, or the next one that waits: the oldest job of the tenant whose
-        last job ended longest ago.
+        last turn, or else last end of a job, was longest ago. `turns` has the last turn of tenants,
+        in seconds since 1970.
         """
 
         def work(db: sqlite3.Connection) -> Job | None:
-            row = db.execute(
-                f"SELECT {_COLUMNS} FROM fine_tuning_jobs"
-                " WHERE status IN ('running', 'queued') ORDER BY status = 'queued',"
-                " (SELECT MAX(ended.finished_at) FROM fine_tuning_jobs AS ended"
-                "  WHERE ended.owner = fine_tuning_jobs.owner) NULLS FIRST, seq LIMIT 1"
-            ).fetchone()
-            return None if row is None else Job(**dict(row))
+            rows = db.execute(
+                f"SELECT {_COLUMNS}, (SELECT MAX(ended.finished_at) FROM fine_tuning_jobs AS ended"
+                "  WHERE ended.owner = fine_tuning_jobs.owner) AS last_end FROM fine_tuning_jobs"
+                " WHERE status IN ('running', 'queued') ORDER BY status = 'queued', seq"
+            )
+            found = [(row.pop("last_end") or 0, Job(**row)) for row in map(dict, rows)]
+            if found and found[0][1].status == "running":
+                return found[0][1]
+            last = {job.owner: max(end, turns.get(job.owner, 0)) for end, job in found}
+            return min((job for _, job in found), key=lambda job: last[job.owner], default=None)
 
         return await self._database.run(work)
+
+    async def others_wait(self, owner: str) -> bool:
+        """Whether a job of another tenant waits."""
+        query = "SELECT 1 FROM fine_tuning_jobs WHERE status = 'queued' AND owner != ? LIMIT 1"
+        return await self._database.run(
+            lambda db: db.execute(query, (owner,)).fetchone() is not None
+        )
 
     async def counts(self) -> dict[str, int]:
         """The number of jobs by status."""
@@ -260,6 +272,27 @@ class JobStore:
             return [JobEvent(**dict(row)) for row in rows]
 
         return await self._database.run(work)
+
+
+def _check_not_full(db: sqlite3.Connection, owner: str) -> None:
+    query = f"SELECT COUNT(*) FROM fine_tuning_jobs WHERE owner = ? AND {_OPEN}"
+    if db.execute(query, (owner,)).fetchone()[0] >= MAX_OPEN_JOBS:
+        raise RateLimitError(
+            f"{MAX_OPEN_JOBS} of your jobs wait or run, which is as many as a tenant may have.",
+            retry_after=RETRY_FULL_S,
+        )
+
+
+def _drop_oldest(db: sqlite3.Connection, owner: str) -> list[str]:
+    """Delete the owner's oldest jobs that have ended, if there are too many. Their models stay."""
+    old = db.execute(
+        f"DELETE FROM fine_tuning_jobs WHERE seq IN (SELECT seq FROM fine_tuning_jobs"
+        f" WHERE owner = ? AND NOT ({_OPEN}) ORDER BY seq DESC LIMIT -1 OFFSET ?) RETURNING id",
+        (owner, MAX_KEPT_JOBS),
+    ).fetchall()
+    for table in ("fine_tuning_events", "fine_tuning_results"):
+        db.executemany(f"DELETE FROM {table} WHERE job_id = ?", [(row["id"],) for row in old])
+    return [row["id"] for row in old]
 
 
 def _check_file(db: sqlite3.Connection, owner: str, file_id: str, param: str) -> None:

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterator
+from itertools import count
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -13,10 +14,16 @@ if TYPE_CHECKING:
 class RequestHistory:
     """The records of the last requests that have ended. Records have no text of a request. With a
     `recorder`, the tokens of requests are stored, too.
+
+    If there are too many records, the oldest one goes of the tenant that has most. So a flood of
+    one tenant's requests leaves those of others.
     """
 
     def __init__(self, max_records: int = 0, recorder: "Recorder | None" = None) -> None:
-        self._records: deque[RequestRecord] = deque(maxlen=max_records)
+        self._max_records = max_records
+        self._records: dict[int, RequestRecord] = {}  # by number, the oldest first
+        self._numbers: dict[str, deque[int]] = {}  # of each tenant's records, the oldest first
+        self._next = count()
         self.recorder = recorder
 
     def notes_of(self, record: "RequestRecord") -> "RequestNotes | None":
@@ -24,17 +31,31 @@ class RequestHistory:
         if self.recorder is not None:
             record.notes.recorded = []
             return record.notes
-        is_read = self._records.maxlen != 0 or record.trace is not None
+        is_read = self._max_records != 0 or record.trace is not None
         return record.notes if is_read else None
 
     def add(self, record: "RequestRecord") -> None:
-        self._records.append(record)
+        number = next(self._next)
+        self._records[number] = record
+        self._numbers.setdefault(record.tenant, deque()).append(number)
+        if len(self._records) > self._max_records:
+            self._drop()
         if self.recorder is not None:
             self.recorder.keep(record)
 
+    def _drop(self) -> None:
+        numbers = self._numbers
+        tenant = max(numbers, key=lambda each: (len(numbers[each]), -numbers[each][0]))
+        del self._records[numbers[tenant].popleft()]
+        if not numbers[tenant]:
+            del numbers[tenant]
+
     def newest(self, tenant: str | None) -> "Iterator[RequestRecord]":
         """The records, newest first. If `tenant` is given, only those of its requests."""
-        return (each for each in reversed(self._records) if tenant in (None, each.tenant))
+        if tenant is None:
+            return reversed(self._records.values())
+        numbers = self._numbers.get(tenant, deque())
+        return (self._records[number] for number in reversed(numbers))
 
     def find(self, request_id: str, tenant: str | None) -> "RequestRecord | None":
         """The newest record with this id, which is the id of the HTTP request or of the answer."""

@@ -79,8 +79,8 @@ MUTATIONS = [
     Mutation(
         "azure: the body names the model, not the path",
         "engine.servers.serving.services",
-        "        name = request.scope.get(DEPLOYMENT, name)\n",
-        "",
+        "        name, principal = request.scope.get(DEPLOYMENT, name), principal_of(request)\n",
+        "        principal = principal_of(request)\n",
         "tests/unit/test_server_azure.py::test_the_deployment_is_the_model",
     ),
     Mutation(

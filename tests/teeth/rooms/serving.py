@@ -321,7 +321,7 @@ MUTATIONS = [
     Mutation(
         "requests: any client reads how its requests were routed",
         "engine.servers.access.auth",
-        "    return may_administer(request, keys) or not keys.has_admin\n",
+        "    return keys.shows_routes(principal_of(request)) or may_administer(request, keys)\n",
         "    return True\n",
         "tests/unit/test_requests_api.py"
         "::test_decisions_are_shown_to_those_who_may_read_the_routes[admin-key-0123456789abcdef]",

@@ -242,6 +242,7 @@ def test_an_adapter_that_is_not_served_is_kept(client: openai.OpenAI, server: Li
     assert wait_for(client, job, "succeeded").fine_tuned_model
     told = [each.message for each in client.fine_tuning.jobs.list_events(job.id)]
     assert any("not served: no adapters here" in each for each in told)
+    assert not any(str(server.services.settings.storage.directory) in each for each in told)
 
 
 def test_a_job_continues_after_the_server_was_killed(tmp_path: Path) -> None:

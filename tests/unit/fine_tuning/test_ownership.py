@@ -1,8 +1,12 @@
 """A model belongs to the tenant that trained it, and a job has the rights of its key."""
 
 import asyncio
+import sqlite3
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -10,9 +14,20 @@ import pytest
 
 from engine.core.key_file import add_key, remove_key
 from engine.core.store.adapter_store import kept_adapters
+from engine.finetuning.jobs import TrainingRequest
+from engine.servers.fine_tuning import routes, runner, store
+from engine.servers.fine_tuning.store import MAX_OPEN_JOBS
 from tests.fake_backend import MODEL
-from tests.live_server import LiveServer, live_server
-from tests.scripted_trainer import TunedBackend, client_of, create, trainer_of, wait_for
+from tests.live_server import LiveServer, live_server, wait_until
+from tests.scripted_trainer import (
+    LINES,
+    TunedBackend,
+    client_of,
+    create,
+    trainer_of,
+    upload,
+    wait_for,
+)
 
 ADMIN = "admin-key-0123456789abcdef"
 
@@ -122,3 +137,74 @@ def test_a_job_ends_if_its_key_is_gone_when_its_turn_comes(
     colleague = client_of(server, keys["colleague"])
     job = wait_for(colleague, waiting, "failed")
     assert "API key that made this job was removed" in job.error.message
+
+
+def test_files_that_are_slow_to_check_do_not_stop_other_tenants(
+    server: LiveServer, keys: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, stranger = (client_of(server, keys[name]) for name in ("owner", "stranger"))
+    slow = upload(owner, LINES)
+    may_end, num_reading = threading.Event(), 0
+    make = routes.make_job
+
+    def make_slowly(request: TrainingRequest, path: Path) -> Any:
+        nonlocal num_reading
+        if request.training_file.name == slow:
+            num_reading += 1
+            may_end.wait(30)
+        return make(request, path)
+
+    monkeypatch.setattr(routes, "make_job", make_slowly)
+    with ThreadPoolExecutor(40) as pool:
+        flood = [pool.submit(create, owner, training_file=slow) for _ in range(40)]
+        try:
+            wait_until(lambda: num_reading > 0)
+            trainer_of(create(stranger)).succeed()
+            assert num_reading == 1, "a tenant's files are checked one after the other"
+        finally:
+            may_end.set()
+        made = [each.exception() is None for each in flood]
+    assert sum(made) == MAX_OPEN_JOBS
+    assert num_reading == MAX_OPEN_JOBS, "files of jobs that can't be made are not read"
+    for job in owner.fine_tuning.jobs.list():
+        owner.fine_tuning.jobs.cancel(job.id)
+
+
+def test_only_the_last_jobs_of_a_tenant_are_kept(
+    server: LiveServer, keys: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "MAX_KEPT_JOBS", 3)
+    owner, stranger = (client_of(server, keys[name]) for name in ("owner", "stranger"))
+    other = create(stranger)
+    made = []
+    for _ in range(6):
+        made.append(create(owner).id)
+        owner.fine_tuning.jobs.cancel(made[-1])
+    assert [each.id for each in owner.fine_tuning.jobs.list()] == made[:1:-1]
+    assert stranger.fine_tuning.jobs.retrieve(other.id).id == other.id
+    with sqlite3.connect(server.services.settings.storage.directory / "batches.db") as db:
+        events = db.execute("SELECT DISTINCT job_id FROM fine_tuning_events").fetchall()
+    assert {each for (each,) in events} == {other.id, *made[2:]}
+    trainer_of(other).succeed()
+    wait_for(stranger, other, "succeeded")
+
+
+def test_a_long_job_leaves_turns_to_other_tenants(
+    server: LiveServer, keys: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "TURN_S", 0.0)
+    owner, stranger = (client_of(server, keys[name]) for name in ("owner", "stranger"))
+    long = create(owner)
+    first = trainer_of(long)
+    first.tell("metrics", 1, loss=1.0)
+    wait_until(lambda: owner.fine_tuning.jobs.retrieve(long.id).trained_tokens is not None)
+    monkeypatch.setattr(runner, "TURN_S", 3600.0)  # of the turns that follow
+    waiting = create(owner)
+    other = create(stranger)
+    trainer_of(other).succeed()
+    wait_for(stranger, other, "succeeded")
+    assert first.asked.count("pause") == 1 and "kill" in first.asked
+    trainer_of(long, 1).succeed()
+    wait_for(owner, long, "succeeded")
+    trainer_of(waiting).succeed()
+    wait_for(owner, waiting, "succeeded")
