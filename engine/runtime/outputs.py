@@ -70,6 +70,11 @@ def progress_delta(seq: Sequence, now: float) -> TokenDelta:
     )
 
 
+def begin_delta(seq: Sequence) -> TokenDelta:
+    """The message that the first step of a request starts."""
+    return TokenDelta(seq.request_id, seq.choice, begins=True)
+
+
 def vector_delta(seq: Sequence, hidden: F32, now: float) -> TokenDelta:
     """The message with the embedding `hidden`. It is the only message of an embedding request."""
     started_at = seq.started_at if seq.started_at is not None else now

@@ -323,6 +323,9 @@ class Scheduler(Roster):
             is_cache_off = not self.kv.sharing or self._starts_over(seq)
             seq.watch.look_up(seq, self.kv, self._inflight.chain(seq), is_cache_off)
             seq.started_at = now
+            # If its first step samples a token, that token says the same.
+            if seq.tells_begin and num_tokens < len(seq.tokens):
+                self.begun.append(seq)
             self.num_started += 1
             seq.num_cached = seq.num_reused(min(seq.num_computed, seq.num_prompt))
             self.num_prompt_tokens += seq.num_prompt

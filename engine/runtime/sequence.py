@@ -85,6 +85,7 @@ class Sequence:
     probe: "Probe | None" = None
     scores_prompt: bool = False
     reports_progress: bool = False  # a delta tells how much of the prompt each step computed
+    tells_begin: bool = False  # a delta tells that it has begun, unless its first step samples
     # The logprobs of prompt tokens that are computed so far. They start with the second token.
     prompt_scores: list[TokenLogprobs] = field(default_factory=list)
     # When its grammar was compiled and its images were encoded

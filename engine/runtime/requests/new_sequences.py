@@ -119,6 +119,7 @@ class SequenceMaker:
             scores_prompt=params.score_prompt and is_first and not before.token_ids,
             probe=probe,
             reports_progress=request.reports_progress and is_first,
+            tells_begin=request.tells_begin and is_first,
             queued_at=queued_at,
             num_resumed=len(before.token_ids),
             handover=request.handover,
