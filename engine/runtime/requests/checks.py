@@ -83,10 +83,10 @@ class RequestChecks:
         """Measure how fast sequences start. The engine calls this in each turn."""
         self._forecast.observe(now, self._scheduler.num_waiting, self._scheduler.num_started)
 
-    def wait_s(self, request: GenerateRequest) -> float:
-        """How long the request would wait for its first step, if it were queued now."""
+    def wait_s(self, tenant: str, priority: int) -> float:
+        """How long a request would wait for its first step, if it were queued now."""
         waiting, step = self._scheduler.waiting, self._scheduler.step
-        return self._forecast.seconds(waiting.num_before(request.tenant, request.priority, step))
+        return self._forecast.seconds(waiting.num_before(tenant, priority, step))
 
     def find_wait(self, request: GenerateRequest) -> EngineError | None:
         """An error if the request would wait longer than it may."""
@@ -94,7 +94,7 @@ class RequestChecks:
         limit_s = request.queue_timeout_s
         if request.resumed is not None or limit_s is None or longest <= limit_s:
             return None
-        expected = self.wait_s(request)
+        expected = self.wait_s(request.tenant, request.priority)
         if expected <= limit_s:
             return None
         return RateLimitError(

@@ -234,7 +234,9 @@ class Intake:
                 later = now + LOADING_GRACE_S
                 heapq.heappush(self._deadlines, (later, group[0].arrival, group))
                 continue
-            error = too_late(is_over, now - group[0].queued_at)
+            first = group[0]
+            again_s = self._checks.wait_s(first.tenant, first.priority)
+            error = too_late(is_over, now - first.queued_at, again_s)
             live = [seq for seq in group if seq.finish_reason is None]
             ended += [self._scheduler.fail(seq, error, now) for seq in live]
         return ended
@@ -252,7 +254,7 @@ class Intake:
         if request.resumed is None and not self._has_place(request.tenant):
             return RateLimitError(
                 "Too many requests are waiting; try again later.",
-                retry_after=self._checks.wait_s(request),
+                retry_after=self._checks.wait_s(request.tenant, request.priority),
             )
         if not request.images:
             return None
