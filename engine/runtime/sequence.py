@@ -69,6 +69,7 @@ class Sequence:
     arrival: int  # order of arrival, unchanged by preemption; a lower number is more senior
     submitted_at: float
     deadline: float | None
+    begin_by: float | None = None  # it is refused if it has not begun by then
     constraint: Constraint | None = None  # the grammar that the output follows, if any
     pools: bool = False  # True: the result is an embedding instead of tokens
     adapter: int = 0  # the place of its LoRA adapter on the device; 0: the base model

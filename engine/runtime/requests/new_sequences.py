@@ -90,6 +90,7 @@ class SequenceMaker:
     ) -> Sequence:
         request, params, matcher = ready.request, ready.request.params, ready.matcher
         is_first = before.choice == 0
+        deadline, begin_by = ready.deadlines(queued_at)
         probe, namespace = self.probe(request), namespace_of(request)
         return Sequence(
             request_id=request.request_id,
@@ -106,7 +107,8 @@ class SequenceMaker:
             priority=request.priority,
             arrival=next(self._arrivals),
             submitted_at=ready.submitted_at,
-            deadline=ready.deadlines(queued_at)[0],
+            deadline=deadline,
+            begin_by=begin_by,
             constraint=None if matcher is None else Constraint.after(matcher, before.token_ids),
             pools=request.pools,
             images=ready.images,
