@@ -22,6 +22,7 @@ from engine.core.interfaces.backend import (
     EmbedRequest,
     Event,
     FinishEvent,
+    GenerationContext,
     Health,
     ModelCard,
     PromptProgress,
@@ -105,6 +106,8 @@ class FakeBackend(InferenceBackend):
         self.reasoning_tokens = 0  # reported in the usage
         self.cards = [CARD]
         self.check_s = 0.0  # time until a refusal
+        # If set, a request waits in a queue until its turn comes, or until it is refused.
+        self.turn: asyncio.Event | None = None
         self.tells_prompt = True  # whether it tells the prompt's length before the answer
         self.prefill_s = 0.0
         self.token_s: float | None = 0.0  # None: all tokens at once
@@ -210,6 +213,8 @@ class FakeBackend(InferenceBackend):
         context = request.context
         if self.check_s:
             await asyncio.sleep(self.check_s)
+        if self.turn is not None:
+            await self._queue(context, num_prompt, self.turn)
         if self.refusal is not None:
             raise self.refusal
         if num_prompt >= CONTEXT_LENGTH:
@@ -219,7 +224,7 @@ class FakeBackend(InferenceBackend):
                 param="messages",
                 code="context_length_exceeded",
             )
-        if context.on_prompt is not None:
+        if context.on_prompt is not None and self.turn is None:
             context.on_prompt((0,) * num_prompt if self.tells_prompt else None)
         if context.on_progress is not None:
             for processed in range(num_prompt // 2, num_prompt + 1):
@@ -252,6 +257,16 @@ class FakeBackend(InferenceBackend):
             self.num_open -= 1
             self.num_ended += 1
             self.num_cut_short += not finished
+
+    async def _queue(
+        self, context: GenerationContext, num_prompt: int, turn: asyncio.Event
+    ) -> None:
+        assert context.on_prompt is not None and context.on_wait is not None
+        context.on_prompt((0,) * num_prompt)
+        context.on_wait(True)
+        await turn.wait()
+        if self.refusal is None:
+            context.on_wait(False)
 
     def _steps(self, request: ChatRequest | CompletionRequest) -> list[list[Scripted]]:
         """The events in groups; each group is sent without a pause."""

@@ -155,8 +155,8 @@ class BeamSearch:
         end = None if info is None or rules.ignore_eos else info.eos_token_id
         num_top = 2 * rules.width if info is None else min(2 * rules.width, info.vocab_size)
         params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=num_top, ignore_eos=True)
-        heard = {"on_prompt": None, "on_progress": None, "on_captured": None}
-        context = msgspec.structs.replace(context, params=params, **heard)
+        silent = dict.fromkeys(("on_prompt", "on_progress", "on_wait", "on_captured"))
+        context = msgspec.structs.replace(context, params=params, **silent)
         live, ended, cached = [Beam()], list[Beam](), 0
         for step in range(rules.max_tokens):
             answers = await asyncio.gather(

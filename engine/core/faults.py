@@ -120,7 +120,7 @@ PLACES = {
     "format": (
         Place(f"{_SERVERS}.openai.format:ChatStream.chunk"),
         Place(f"{_SERVERS}.openai.format:CompletionStream.chunk"),
-        Place(f"{_SERVERS}.openai.generate:GenerateStream.chunk"),
+        Place(f"{_SERVERS}.generate:GenerateStream.chunk"),
         Place(f"{_SERVERS}.responses.format:ResponseStream.chunk"),
         Place(f"{_SERVERS}.anthropic.format:MessageStream.chunk"),
     ),

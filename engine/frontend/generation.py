@@ -55,6 +55,7 @@ class Generation(GeneratedFeed):
         on_progress: Callable[[PromptProgress], None] | None = None,
         notes: RequestNotes | None = None,
         on_captured: Callable[[bytes], None] | None = None,
+        on_wait: Callable[[bool], None] | None = None,
     ) -> None:
         super().__init__()
         self.request = request
@@ -84,6 +85,7 @@ class Generation(GeneratedFeed):
         self._on_progress = on_progress
         self._notes = notes
         self._on_captured = on_captured
+        self._on_wait = on_wait  # None once the request has begun
         self._pieces: list[bytes] = []  # of what the request read
         self._recorded: RecordedRequest | None = None
         self.on_released: Callable[[], None] = lambda: None  # may be called twice
@@ -207,7 +209,8 @@ class Generation(GeneratedFeed):
         run = [item]
         while len(self._arrived) > max_backlog:
             follower = self._arrived[0]
-            if run[-1].finish_reason or item.num_processed or not isinstance(follower, TokenDelta):
+            is_alone = bool(run[-1].finish_reason or item.num_processed or item.begins)
+            if is_alone or not isinstance(follower, TokenDelta):
                 break
             if follower.choice != item.choice:
                 break
@@ -228,6 +231,11 @@ class Generation(GeneratedFeed):
             raise error_from_code(code, message, item.retry_after)
         if item.finish_reason == "abort":
             raise InferenceError("The request was aborted.")
+        if self._on_wait is not None:
+            self._on_wait(False)
+            self._on_wait = None
+        if item.begins:
+            return []
         if item.captured is not None:
             self._take_piece(item, item.captured)
             if item.finish_reason is None:

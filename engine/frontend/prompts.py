@@ -97,6 +97,7 @@ class Prepared:
             dry_breakers=self.dry_breakers,
             expected=self.expected[:max_seq_len],
             reports_progress=context.on_progress is not None,
+            tells_begin=context.on_wait is not None,
             adapter=adapter,
             interp=context.interp,
         )

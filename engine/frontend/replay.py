@@ -42,7 +42,8 @@ async def replayed_tokens(link: Link, request: GenerateRequest) -> dict[int, lis
     request_id = f"replay-{secrets.token_hex(8)}"
     collected = _Collected(link, request.params.n)
     interp = None if request.interp is None else request.interp.only_edits()
-    copy = replace(request, request_id=request_id, reports_progress=False, interp=interp)
+    silent = {"reports_progress": False, "tells_begin": False}
+    copy = replace(request, request_id=request_id, interp=interp, **silent)
     link.submit(copy, collected)
     try:
         await collected.ended

@@ -153,15 +153,16 @@ class Attempts:
         self._mirror = None
 
     def remaining(self) -> Request:
-        """The request, with its timeout shortened by the time that has already passed."""
+        """The request, with its limits of time shortened by the time that has already passed."""
         request = self.request
         spent = time.monotonic() - self._began
         if self.decision.attempts == 1 and spent < 0.1:
             return request
         holder = request if isinstance(request, EmbedRequest) else request.context
-        if holder.timeout_s is None:
-            return request
-        left = replace(holder, timeout_s=max(holder.timeout_s - spent, 0.1))
+        limits = {"timeout_s": holder.timeout_s, "queue_timeout_s": holder.queue_timeout_s}
+        left = replace(
+            holder, **{k: max(v - spent, 0.1) for k, v in limits.items() if v is not None}
+        )
         return left if isinstance(left, EmbedRequest) else replace(request, context=left)
 
     async def _pick(self) -> Pick:

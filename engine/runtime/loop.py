@@ -39,6 +39,7 @@ from engine.runtime.model_runner import (
     RunnerLostError,
     StepOutput,
 )
+from engine.runtime.outputs import begin_delta
 from engine.runtime.pacing import Pacing, StepPlan
 from engine.runtime.recovery import Bisection, is_out_of_memory
 from engine.runtime.requests.grammar import Grammars
@@ -179,6 +180,8 @@ class EngineLoop:
             self._recover_schedule(error)
             return
         self._num_schedule_failures = 0
+        if scheduler.begun:
+            self._tell_begun()
         try:
             forwarded = self._forward(batch) if batch else None
             self._finish_launched()
@@ -192,6 +195,10 @@ class EngineLoop:
             raise
         except Exception as error:
             self._recover(batch, error)
+
+    def _tell_begun(self) -> None:
+        begun, self.scheduler.begun = self.scheduler.begun, []
+        self._send([begin_delta(seq) for seq in begun if seq.finish_reason is None])
 
     def _plan(self) -> StepPlan:
         """The size of the next step."""

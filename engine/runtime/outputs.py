@@ -70,6 +70,11 @@ def progress_delta(seq: Sequence, now: float) -> TokenDelta:
     )
 
 
+def begin_delta(seq: Sequence) -> TokenDelta:
+    """The message that the first step of a request starts."""
+    return TokenDelta(seq.request_id, seq.choice, begins=True)
+
+
 def vector_delta(seq: Sequence, hidden: F32, now: float) -> TokenDelta:
     """The message with the embedding `hidden`. It is the only message of an embedding request."""
     started_at = seq.started_at if seq.started_at is not None else now
@@ -133,15 +138,15 @@ def refusal(request_id: str, choice: int, error: EngineError) -> TokenDelta:
     return failed_delta(request_id, choice, error)
 
 
-def too_late(is_over: bool, waited_s: float) -> EngineError:
+def too_late(is_over: bool, waited_s: float, again_s: float) -> EngineError:
     """The error for a request that passed its deadline (`is_over`) or that waited too long to be
-    admitted (not `is_over`).
+    admitted (not `is_over`). The next one would wait for `again_s`.
     """
     if is_over:
         return RequestTimeoutError("The request's time limit passed before it was done.")
     return RateLimitError(
         f"The request waited {waited_s:.0f} s and could not begin; try again later.",
-        retry_after=waited_s,
+        retry_after=again_s,
     )
 
 

@@ -9,6 +9,7 @@ urgent requests delay other requests only for a bounded time.
 
 import heapq
 from bisect import bisect_right, insort
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from collections.abc import Sequence as Listed
 
@@ -85,23 +86,26 @@ class Newcomers:
 
         `waiting` are the tenants that have a sequence to admit.
         """
-        kept = self._kept(budget, waiting, running)
-        if kept and not self._was_short:
-            budget = min(budget, len(running) + kept)
-        self._was_short = bool(kept) and not self._was_short
-        return budget, kept
+        if not self._has_newcomers(waiting, running):
+            self._was_short = False
+            return budget, 0
+        self._was_short = not self._was_short
+        num_spare = max(0, budget - len(running))
+        if not self._was_short:
+            return budget, min(NEWCOMER_TOKENS, num_spare // 2)
+        kept = min(NEWCOMER_TOKENS, num_spare)
+        return min(budget, len(running) + kept), kept
 
-    def _kept(self, budget: int, waiting: Collection[str], running: Listed[Sequence]) -> int:
+    def _has_newcomers(self, waiting: Collection[str], running: Listed[Sequence]) -> bool:
+        """Whether newcomers wait, and others would use up the step."""
         if not waiting:
-            return 0
+            return False
         present = {seq.tenant for seq in running}
         has_newcomers = any(tenant not in present for tenant in waiting)
         has_rivals = any(tenant in present for tenant in waiting) or any(
             seq.num_uncomputed > 1 for seq in running
         )
-        if not (has_newcomers and has_rivals):
-            return 0
-        return max(0, min(NEWCOMER_TOKENS, (budget - len(running)) // 2))
+        return has_newcomers and has_rivals
 
 
 class Passing:
@@ -144,21 +148,46 @@ class Passing:
             each.num_passed += _guess(seq)
 
 
-def prefill_shares(running: Listed[Sequence], budget: int) -> dict[Sequence, int]:
+def tenants_due(running: Listed[Sequence], budget: int) -> dict[Sequence, int]:
+    """How many tokens, beside one for each sequence, the prompts in progress get first, because
+    their tenants have less than an equal part of the step. The shortest of a tenant go first.
+    """
+    prompts = [seq for seq in running if seq.num_uncomputed > 1]
+    num_spare = budget - len(running)
+    if not prompts or num_spare <= 0:
+        return {}
+    rows = Counter(seq.tenant for seq in running)
+    if len(rows) < 2:
+        return {}
+    due: dict[Sequence, int] = {}
+    for seq in sorted(prompts, key=lambda seq: seq.num_uncomputed):
+        part = budget // len(rows) - rows[seq.tenant]
+        more = min(seq.num_uncomputed - 1, part, num_spare)
+        if more > 0:
+            due[seq] = more
+            rows[seq.tenant] += more
+            num_spare -= more
+    return due
+
+
+def prefill_shares(
+    running: Listed[Sequence], budget: int, due: Mapping[Sequence, int]
+) -> dict[Sequence, int]:
     """How many tokens each running sequence whose prompt is in progress gets, if there are several.
-    Each gets one. Half of the rest is for prompts that have less left than the most senior one, the
-    shortest first. What these do not need goes to the most senior one, and then to the next.
+    Each gets one, and what is `due` to its tenant. Half of the rest is for prompts that have less
+    left than the most senior one, the shortest first. What these do not need goes to the most
+    senior one, and then to the next.
     """
     left = {seq: seq.num_uncomputed for seq in running if seq.num_uncomputed > 1}
-    num_spare = budget - len(running)
-    if len(left) < 2 or num_spare <= 0:
+    num_spare = budget - len(running) - sum(due.values())
+    if len(left) < 2 or num_spare < 0 or (num_spare == 0 and not due):
         return {}
     most = next(iter(left.values()))
     shorter = sorted((seq for seq in left if left[seq] < most), key=lambda seq: left[seq])
-    shares = dict.fromkeys(left, 1)
+    shares = {seq: 1 + due.get(seq, 0) for seq in left}
     num_half = num_spare // 2
     for seq in shorter:
-        more = min(left[seq] - 1, num_half)
+        more = min(left[seq] - shares[seq], num_half)
         shares[seq] += more
         num_half -= more
         num_spare -= more

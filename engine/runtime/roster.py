@@ -52,6 +52,7 @@ class Roster:
         self._step = self._num_admissions = 0
         self.speculation: Speculation | None = None  # None: steps verify no drafts
         self.has_adapters = False  # whether any sequence has had a LoRA adapter
+        self.begun: list[Sequence] = []  # those whose requests are to be told that they have begun
         # Results of requests that read activations, while they are being made
         self.reports: Reports | None = None
         self.clock = EngineClock()

@@ -9,6 +9,7 @@ fails only that sequence.
 
 import logging
 from bisect import insort
+from collections.abc import Mapping
 
 from msgspec.structs import replace
 
@@ -23,7 +24,7 @@ from engine.runtime.outputs import (
     token_delta,
     vector_delta,
 )
-from engine.runtime.queue import Passing, prefill_shares
+from engine.runtime.queue import Passing, prefill_shares, tenants_due
 from engine.runtime.radix_cache import Match
 from engine.runtime.requests.images import whole_images
 from engine.runtime.roster import Roster
@@ -54,14 +55,15 @@ class Scheduler(Roster):
             budget, self._waiting.tenants() if self._free_slots else (), self._running
         )
         is_crowded = self._is_crowded(budget)
+        due = tenants_due(self._running, budget - kept)
         if is_crowded:
-            kept = max(kept, (budget - len(self._running)) // 2)
-        rows = self._schedule_running(budget - kept, pauses=pauses)
+            kept = max(kept, (budget - len(self._running) - sum(due.values())) // 2)
+        rows = self._schedule_running(budget - kept, due, pauses=pauses)
         self._schedule_waiting(rows, budget - sum(row.length for row in rows), now, is_crowded)
         if is_crowded:
             self._top_up(rows, budget - sum(row.length for row in rows))
         if pauses and not rows:  # no prompt can be computed now, so that nothing is gained
-            rows = self._schedule_running(budget, pauses=False)
+            rows = self._schedule_running(budget, due, pauses=False)
         num_drafting, draft_s = 0, 0.0
         if self.speculation is not None:
             num_drafting = self.speculation.add_drafts(rows, budget - sum(r.length for r in rows))
@@ -171,10 +173,12 @@ class Scheduler(Roster):
                 rows[index] = row._replace(length=row.length + count, samples=grown.samples)
                 budget -= count
 
-    def _schedule_running(self, budget: int, *, pauses: bool) -> list[Row]:
+    def _schedule_running(
+        self, budget: int, due: Mapping[Sequence, int], *, pauses: bool
+    ) -> list[Row]:
         rows: list[Row] = []
         running, index = self._running, 0
-        shares = prefill_shares(running, budget)
+        shares = prefill_shares(running, budget, due)
         new_row = tuple.__new__  # the fastest way to build a named tuple
         while index < len(running):
             seq = running[index]
@@ -323,6 +327,9 @@ class Scheduler(Roster):
             is_cache_off = not self.kv.sharing or self._starts_over(seq)
             seq.watch.look_up(seq, self.kv, self._inflight.chain(seq), is_cache_off)
             seq.started_at = now
+            # If its first step samples a token, that token says the same.
+            if seq.tells_begin and num_tokens < len(seq.tokens):
+                self.begun.append(seq)
             self.num_started += 1
             seq.num_cached = seq.num_reused(min(seq.num_computed, seq.num_prompt))
             self.num_prompt_tokens += seq.num_prompt

@@ -69,6 +69,7 @@ class Sequence:
     arrival: int  # order of arrival, unchanged by preemption; a lower number is more senior
     submitted_at: float
     deadline: float | None
+    begin_by: float | None = None  # it is refused if it has not begun by then
     constraint: Constraint | None = None  # the grammar that the output follows, if any
     pools: bool = False  # True: the result is an embedding instead of tokens
     adapter: int = 0  # the place of its LoRA adapter on the device; 0: the base model
@@ -85,6 +86,7 @@ class Sequence:
     probe: "Probe | None" = None
     scores_prompt: bool = False
     reports_progress: bool = False  # a delta tells how much of the prompt each step computed
+    tells_begin: bool = False  # a delta tells that it has begun, unless its first step samples
     # The logprobs of prompt tokens that are computed so far. They start with the second token.
     prompt_scores: list[TokenLogprobs] = field(default_factory=list)
     # When its grammar was compiled and its images were encoded

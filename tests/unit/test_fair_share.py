@@ -250,6 +250,21 @@ def test_a_newcomer_does_not_wait_for_the_prompts_that_others_have_begun():
     engine.check()
 
 
+def test_a_newcomers_prompt_is_not_cut_into_pieces_beside_a_flood_of_prompts():
+    engine = ToyEngine(num_blocks=1024, max_slots=20, max_seq_len=256, budget=27)
+    for number in range(12):
+        engine.submit(f"stream{number}", [number], tenant="flood", max_tokens=200)
+    engine.turn(2)
+    for number in range(30):
+        engine.submit(f"more{number}", [number % 19] * 100, tenant="flood", max_tokens=50)
+    engine.turn(2)
+    for number in range(8):
+        engine.submit(f"short{number}", [9, 8, number] * 4, tenant="light", max_tokens=1)
+        engine.turn(2)
+        assert engine.outcomes[f"short{number}", 0].tokens, number
+    engine.check()
+
+
 def test_every_other_step_of_newcomers_is_short_and_the_rest_go_on_with_prompts():
     engine = ToyEngine(num_blocks=1024, max_slots=16, max_seq_len=256, budget=256)
     for number in range(8):

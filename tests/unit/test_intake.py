@@ -301,11 +301,23 @@ def test_a_request_that_would_wait_too_long_is_refused_at_once():
     assert bench.submit(asking("c", queue_timeout_s=600.0), now=103.0) == []
 
 
-def flooded(**fields) -> Bench:
+def test_a_refused_request_is_told_to_come_when_those_before_it_are_gone():
+    bench = Bench()
+    for index in range(40):
+        bench.submit(asking(f"r{index}", queue_timeout_s=10.0))
+    # They would all begin within two minutes, but at 110 those that have not begun are refused.
+    (refused,) = bench.submit(asking("b", queue_timeout_s=10.0), now=103.0)
+    assert refused.retry_after == pytest.approx(7.0)
+    bench.submit(asking("patient"), now=103.0)
+    (refused,) = bench.submit(asking("c", queue_timeout_s=10.0), now=103.0)
+    assert refused.retry_after > 100
+
+
+def flooded(may_wait_s: float = 60.0, **fields) -> Bench:
     """A tenant's 100 sequences wait, and one starts every three seconds."""
     bench = Bench(**fields)
     for index in range(100):
-        assert bench.submit(asking(f"r{index}", tenant="flood", queue_timeout_s=60.0)) == []
+        assert bench.submit(asking(f"r{index}", tenant="flood", queue_timeout_s=may_wait_s)) == []
     bench.intake.observe(100.0)
     bench.scheduler.num_started += 1
     return bench
@@ -338,7 +350,7 @@ def test_a_flood_of_urgent_requests_refuses_no_other_tenant():
     ],
 )
 def test_a_refusal_says_when_to_come_back(fields, num_before):
-    bench = flooded()
+    bench = flooded(may_wait_s=600.0)
     limit_s = 0.5 if num_before == 0 else 60.0
     (delta,) = bench.submit(asking("more", queue_timeout_s=limit_s, **fields), now=103.0)
     assert delta.retry_after == pytest.approx((num_before + 0.5) * 3.0)

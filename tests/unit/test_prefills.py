@@ -136,6 +136,17 @@ async def test_a_long_prompt_goes_to_a_prefill_node_first() -> None:
     assert cluster.pool.answered_by("r") == ("d",)
 
 
+async def test_a_client_is_told_when_a_prefill_node_begins() -> None:
+    cluster = Cluster(p="prefill", d="decode")
+    client = cluster.ask(tells_begin=True)
+    question, receiver = cluster.links["p"].sent["r:prefill"]
+    assert question.tells_begin
+    receiver.deliver(TokenDelta("r:prefill", 0, begins=True))
+    assert client.got == [TokenDelta("r", 0, begins=True)]
+    cluster.answer("p")
+    assert len(client.got) == 1
+
+
 async def test_the_time_of_a_prefill_node_is_no_waiting_for_a_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -3,13 +3,16 @@ is explained by its own words.
 """
 
 import ast
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from fastapi import FastAPI
+from starlette.types import Message, Scope
 
 import engine
 from engine.core.errors import (
@@ -21,6 +24,7 @@ from engine.core.errors import (
 )
 from engine.core.observability.metrics import Metrics
 from engine.servers.app import create_app
+from engine.servers.http import sse
 from tests.fake_backend import MODEL, FakeBackend
 from tests.live_server import chat, make_settings
 
@@ -46,6 +50,9 @@ ROUTES: dict[str, dict[str, Any]] = {
     f"/v2/models/{MODEL}/generate": {"text_input": "a b"},
     f"/v2/models/{MODEL}/generate_stream": {"text_input": "a b"},
 }
+
+
+UNSTREAMED = f"/v2/models/{MODEL}/generate"
 
 
 @pytest.fixture
@@ -80,6 +87,68 @@ async def test_a_refusal_is_an_http_status_in_every_dialect(
             assert refusal.retry_after is not None
             told = int(answer.headers["retry-after"])
             assert refusal.retry_after <= told < refusal.retry_after + 1
+
+
+@pytest.mark.parametrize("path", ROUTES)
+async def test_a_refusal_after_a_long_wait_for_its_turn_is_an_http_status_in_every_dialect(
+    client: httpx.AsyncClient, backend: FakeBackend, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sse, "ACCEPT_WAIT_S", 0.0)
+    body = ROUTES[path] if path.startswith("/v2") else ROUTES[path] | {"stream": True}
+    for refusal in REFUSALS:
+        backend.refusal, backend.turn = refusal, asyncio.Event()
+        asking = asyncio.create_task(client.post(path, json=body))
+        await asyncio.wait([asking], timeout=0.05)
+        backend.turn.set()
+        answer = await asking
+        assert answer.status_code == refusal.status, (refusal, answer.text)
+        assert refusal.message in answer.text
+
+
+@pytest.mark.parametrize("path", [each for each in ROUTES if each != UNSTREAMED])
+async def test_nothing_is_sent_before_the_turn_of_a_stream_and_its_headers_at_once_after(
+    app: FastAPI, backend: FakeBackend, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sse, "ACCEPT_WAIT_S", 0.0)
+    monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.001)
+    backend.turn, backend.prefill_s = asyncio.Event(), 3600.0
+    asked = ROUTES[path] if path.startswith("/v2") else ROUTES[path] | {"stream": True}
+    body = msgspec.json.encode(asked)
+    sent: asyncio.Queue[Message] = asyncio.Queue()
+    parts = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+    async def receive() -> Message:
+        if (part := next(parts, None)) is None:
+            await asyncio.Event().wait()
+        return part
+
+    asking = asyncio.create_task(app(_scope(path), receive, sent.put))
+    try:
+        while not backend.requests:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.05)
+        assert sent.empty()
+        backend.turn.set()
+        assert (await sent.get())["status"] == 200  # the prompt takes an hour
+    finally:
+        asking.cancel()
+        await asyncio.wait([asking])
+
+
+def _scope(path: str) -> Scope:
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json"), (b"host", b"localhost")],
+        "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 1),
+    }
 
 
 @pytest.mark.parametrize("stream", [False, True])

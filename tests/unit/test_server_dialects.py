@@ -91,7 +91,7 @@ def _plain_answer(response: httpx.Response) -> Any:
 def _plain_request(request: ChatRequest | CompletionRequest) -> ChatRequest | CompletionRequest:
     """The request without its id, its callbacks, and the parameter that its grammar came from."""
     context = msgspec.structs.replace(
-        request.context, request_id="", on_prompt=None, on_progress=None
+        request.context, request_id="", on_prompt=None, on_progress=None, on_wait=None
     )
     if context.grammar is not None:
         grammar = msgspec.structs.replace(context.grammar, param="")

@@ -327,7 +327,7 @@ class CustomBackend(InferenceBackend):
             params = msgspec.structs.replace(params, seed=secrets.randbits(62))
         adapter = self._adapters.ref(context.model)
         submitted = prepared.request(context, params, text.eos_ids, ready.max_seq_len, adapter)
-        told = (context.on_progress, context.notes, context.on_captured)
+        told = (context.on_progress, context.notes, context.on_captured, context.on_wait)
         generation = Generation(submitted, text, prepared, self._link, *told)
         if not prepared.images:
             self._link.submit(submitted, generation)
@@ -339,6 +339,8 @@ class CustomBackend(InferenceBackend):
                 generation.record(notes.record(submitted, self._fingerprint(ready)))
         if context.on_prompt is not None:
             context.on_prompt(prepared.token_ids)
+        if context.on_wait is not None:
+            context.on_wait(True)
         return generation
 
     def _submit_images(self, request: GenerateRequest, generation: Generation) -> None:

@@ -144,6 +144,10 @@ class GenerationContext(msgspec.Struct, frozen=True, kw_only=True):
     on_prompt: Callable[[tuple[int, ...] | None], None] | None = None
     # Called whenever more of the prompt is computed. Backends of other servers never call it.
     on_progress: Callable[[PromptProgress], None] | None = None
+    # Called with True if the request waits for its turn in a queue of our own engine, and with
+    # False when its turn has come. Until then it may still be refused. Backends of other servers
+    # never call it.
+    on_wait: Callable[[bool], None] | None = None
     # Our own backends write here what happened to the request. None: nobody reads it.
     notes: RequestNotes | None = None
     interp: InterpRequest | None = None  # what the request reads and changes inside the model
@@ -162,7 +166,7 @@ class GenerationContext(msgspec.Struct, frozen=True, kw_only=True):
 
 
 # The fields of a context by which those who sent the request hear of it.
-LISTENERS = ("on_prompt", "on_progress", "notes", "on_captured")
+LISTENERS = ("on_prompt", "on_progress", "on_wait", "notes", "on_captured")
 
 
 class ToolChoice(msgspec.Struct, frozen=True):

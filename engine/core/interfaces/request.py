@@ -195,6 +195,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     expected: tuple[int, ...] = ()
     # Send a delta after each step that computes a part of the prompt.
     reports_progress: bool = False
+    # Send a delta when the first step of the request starts, unless that step samples a token.
+    tells_begin: bool = False
     # Only for encoders: in a pair of texts, the index of the first token with token type 1. 0: all
     # tokens have type 0
     second_start: int = 0
@@ -297,6 +299,9 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     # With finish_reason "error": the seconds after which the client should try again
     retry_after: float | None = None
     captured_at: int = 0  # where the piece begins; 0 begins the file anew
+    # The first step of the request starts, and it will not be refused any more. Such a delta has
+    # nothing else.
+    begins: bool = False
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):

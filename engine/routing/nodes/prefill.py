@@ -102,6 +102,7 @@ class Prefill:
             timeout_s=self.request.timeout_s,
             queue_timeout_s=self.request.queue_timeout_s,
             keeps_blocks=True,
+            tells_begin=self.request.tells_begin,
         )
 
     def deliver(self, *items: TokenDelta | EngineError) -> None:
@@ -109,6 +110,8 @@ class Prefill:
             if isinstance(item, EngineError):
                 self.owner.end(self, "lost")
                 return
+            if item.begins:
+                self.owner.began(self)
             self.num_cached = max(self.num_cached, item.num_cached)
             self.queue_s = max(self.queue_s, item.queue_s)
             self.compute_s = max(self.compute_s, item.prefill_s)
@@ -180,6 +183,12 @@ class Prefills:
         except UnavailableError:  # it goes down at this moment
             self.end(prefill, "lost")
         return node.name
+
+    def began(self, prefill: Prefill) -> None:
+        """A node computes the prompt now. The client is told, because that may take long."""
+        request_id = prefill.request.request_id
+        if self._under_way.get(request_id) is prefill:
+            self._held.deliver([TokenDelta(request_id, 0, begins=True)])
 
     def end(self, prefill: Prefill, outcome: PrefillOutcome) -> None:
         """A node has answered, or will not do so. The request goes on in a decode engine."""

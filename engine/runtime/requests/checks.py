@@ -2,6 +2,8 @@
 that protect other requests are repeated here.
 """
 
+import math
+
 import numpy as np
 
 from engine.core.errors import EngineError, InferenceError, InvalidRequestError, RateLimitError
@@ -84,24 +86,31 @@ class RequestChecks:
         """Measure how fast sequences start. The engine calls this in each turn."""
         self._forecast.observe(now, self._scheduler.num_waiting, self._scheduler.num_started)
 
-    def wait_s(self, request: GenerateRequest) -> float:
-        """How long the request would wait for its first step, if it were queued now."""
-        waiting, step = self._scheduler.waiting, self._scheduler.step
-        return self._forecast.seconds(waiting.num_before(request.tenant, request.priority, step))
+    def again_s(self, tenant: str, priority: int, now: float) -> float:
+        """After how many seconds a refused request should come again: when it would have begun, but
+        at the latest when all that wait now have begun or were refused.
+        """
+        ends = [seq.begin_by or seq.deadline or math.inf for seq in self._scheduler.waiting]
+        return max(0.0, min(self._wait_s(tenant, priority), max(ends, default=now) - now))
 
-    def find_wait(self, request: GenerateRequest) -> EngineError | None:
+    def _wait_s(self, tenant: str, priority: int) -> float:
+        """How long a request would wait for its first step, if it were queued now."""
+        waiting, step = self._scheduler.waiting, self._scheduler.step
+        return self._forecast.seconds(waiting.num_before(tenant, priority, step))
+
+    def find_wait(self, request: GenerateRequest, now: float) -> EngineError | None:
         """An error if the request would wait longer than it may."""
         longest = self._forecast.seconds(self._scheduler.num_waiting)
         limit_s = request.queue_timeout_s
         if request.resumed is not None or limit_s is None or longest <= limit_s:
             return None
-        expected = self.wait_s(request)
+        expected = self._wait_s(request.tenant, request.priority)
         if expected <= limit_s:
             return None
         return RateLimitError(
             f"This request would wait about {expected:.0f} s for its first step, and may wait"
             f" {limit_s:.0f} s; try again later.",
-            retry_after=expected,
+            retry_after=self.again_s(request.tenant, request.priority, now),
         )
 
 

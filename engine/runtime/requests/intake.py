@@ -81,9 +81,9 @@ class Intake:
         final delta with the error for each choice.
         """
         prompt = self._checks.packed(request.prompt)
-        error = self._find_no_room(request) or self._find_lack(request)
+        error = self._find_no_room(request, now) or self._find_lack(request)
         error = error or self._checks.find_fault(request, prompt)
-        error = error or self._checks.find_wait(request)
+        error = error or self._checks.find_wait(request, now)
         choices = _choices(request)
         if error is not None:
             return refusals(request, choices, error)
@@ -234,7 +234,9 @@ class Intake:
                 later = now + LOADING_GRACE_S
                 heapq.heappush(self._deadlines, (later, group[0].arrival, group))
                 continue
-            error = too_late(is_over, now - group[0].queued_at)
+            first = group[0]
+            again_s = self._checks.again_s(first.tenant, first.priority, now)
+            error = too_late(is_over, now - first.queued_at, again_s)
             live = [seq for seq in group if seq.finish_reason is None]
             ended += [self._scheduler.fail(seq, error, now) for seq in live]
         return ended
@@ -247,12 +249,12 @@ class Intake:
             ]
             heapq.heapify(self._deadlines)
 
-    def _find_no_room(self, request: GenerateRequest) -> EngineError | None:
+    def _find_no_room(self, request: GenerateRequest, now: float) -> EngineError | None:
         """An error if too much is waiting."""
         if request.resumed is None and not self._has_place(request.tenant):
             return RateLimitError(
                 "Too many requests are waiting; try again later.",
-                retry_after=self._checks.wait_s(request),
+                retry_after=self._checks.again_s(request.tenant, request.priority, now),
             )
         if not request.images:
             return None

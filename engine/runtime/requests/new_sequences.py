@@ -90,6 +90,7 @@ class SequenceMaker:
     ) -> Sequence:
         request, params, matcher = ready.request, ready.request.params, ready.matcher
         is_first = before.choice == 0
+        deadline, begin_by = ready.deadlines(queued_at)
         probe, namespace = self.probe(request), namespace_of(request)
         return Sequence(
             request_id=request.request_id,
@@ -106,7 +107,8 @@ class SequenceMaker:
             priority=request.priority,
             arrival=next(self._arrivals),
             submitted_at=ready.submitted_at,
-            deadline=ready.deadlines(queued_at)[0],
+            deadline=deadline,
+            begin_by=begin_by,
             constraint=None if matcher is None else Constraint.after(matcher, before.token_ids),
             pools=request.pools,
             images=ready.images,
@@ -119,6 +121,7 @@ class SequenceMaker:
             scores_prompt=params.score_prompt and is_first and not before.token_ids,
             probe=probe,
             reports_progress=request.reports_progress and is_first,
+            tells_begin=request.tells_begin and is_first,
             queued_at=queued_at,
             num_resumed=len(before.token_ids),
             handover=request.handover,

@@ -89,6 +89,9 @@ class EventPump:
         # The token ids of each prompt. None until the backend tells them.
         self.prompts: list[tuple[int, ...] | None] = [None] * num_sources
         self.reports_progress = False  # whether events tell how much of the prompts is computed
+        # The prompts that wait for their turn in an engine, and whether it came for any of them
+        self._queued: set[int] = set()
+        self._has_begun = False
         self._num_unchecked = 0  # submitted prompts that the backend has not checked yet
         self._requests: Sequence[ChatRequest | CompletionRequest] = ()
         self._last_token_at = [0.0] * num_choices
@@ -176,9 +179,17 @@ class EventPump:
                 self.submitted_at = time.monotonic()
             self.prompts[index] = token_ids
             self._num_unchecked -= 1
+            self._queued.discard(index)  # a router may have sent it to another engine before
             self._wake()
 
-        context = msgspec.structs.replace(request.context, on_prompt=checked)
+        def waits(is_queued: bool) -> None:
+            if is_queued:
+                self._queued.add(index)
+            else:
+                self._has_begun = True
+            self._wake()
+
+        context = msgspec.structs.replace(request.context, on_prompt=checked, on_wait=waits)
         if self.reports_progress:
             report = functools.partial(self._report, index * self._choices_per_source)
             context = msgspec.structs.replace(context, on_progress=report)
@@ -206,12 +217,24 @@ class EventPump:
         `patience_s` seconds for the first event. Raises if the backend has refused the request by
         then.
         """
-        timer = self._loop.call_later(check_s, self.nudge)
-        await self._wait(lambda: self._num_unchecked <= 0)
-        timer.cancel()
-        timer = self._loop.call_later(patience_s, self.nudge)
-        await self._wait()
-        timer.cancel()
+        await self._wait_up_to(check_s, lambda: self._num_unchecked <= 0)
+        await self._wait_up_to(patience_s)
+        self._raise_refusal()
+
+    async def begun(self, check_s: float, patience_s: float) -> None:
+        """Like `accepted`, but if the prompts wait in a queue of our own engine, wait until the
+        turn of one has come. A request whose turn never comes is refused, which raises.
+        """
+        await self._wait_up_to(check_s, lambda: self._num_unchecked <= 0)
+        is_patient = True
+        while is_patient and self._is_waiting and not self._has_begun:
+            if self._queued:
+                await self._wait(lambda: self._has_begun or not self._queued)
+            else:
+                is_patient = await self._wait_up_to(patience_s, lambda: bool(self._queued))
+        self._raise_refusal()
+
+    def _raise_refusal(self) -> None:
         if self.failure is not None and not self._pending:
             raise self.failure
 
@@ -292,6 +315,16 @@ class EventPump:
             finally:
                 self._reader = None
         return True
+
+    async def _wait_up_to(
+        self, seconds: float, is_enough: Callable[[], bool] = lambda: False
+    ) -> bool:
+        """Like `_wait`, for at most `seconds`. Returns False if the time is over."""
+        timer = self._loop.call_later(seconds, self.nudge)
+        try:
+            return await self._wait(is_enough)
+        finally:
+            timer.cancel()
 
     def _wake(self) -> None:
         if self._reader is not None and not self._reader.done():

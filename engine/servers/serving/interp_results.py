@@ -47,10 +47,9 @@ class ResultStore:
             others = self.num_bytes - sum(len(kept.data) for _, kept in own)
             room = min(room, SHARES * room - others)
             if len(data) > room:
-                next_free = next(iter(self._kept.values())).expires_at - time.monotonic()
                 raise RateLimitError(
                     "interp: the stored results of all tenants fill their memory; try again later.",
-                    retry_after=next_free,
+                    retry_after=self._seconds_to_next_end(),
                 )
             used = len(data) + sum(len(kept.data) for _, kept in own)
             for number, (name, kept) in enumerate(own):
@@ -60,6 +59,10 @@ class ResultStore:
                 del self._kept[name]
             self._kept[result_id] = _Kept(tenant, data, time.monotonic() + seconds)
         return seconds
+
+    def _seconds_to_next_end(self) -> float:
+        ends = (kept.expires_at for kept in self._kept.values())
+        return max(0.0, min(ends) - time.monotonic())
 
     def get(self, result_id: str, tenant: str) -> bytes:
         with self._lock:

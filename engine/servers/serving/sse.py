@@ -1,9 +1,10 @@
 """Server-sent events: writes a stream of events to the socket.
 
 If the backend refuses a request, the client should get an HTTP error. But headers should not wait
-for a long prefill. So the server waits until the backend has checked the prompt, then up to
-`ACCEPT_WAIT_S` seconds for the first event or a refusal, and then sends the headers. If nothing is
-sent for a while, SSE comments keep the connection alive. Each token is sent in its own SSE event.
+for a long prefill. So the server sends them when the engine begins with the request, or with the
+first event. A backend that does not tell when it begins has `ACCEPT_WAIT_S` seconds to refuse the
+request, after it has checked the prompt. If nothing is sent for a while after the headers, SSE
+comments keep the connection alive. Each token is sent in its own SSE event.
 Only if a write blocks because the client is slow, the events that arrive meanwhile are merged. A
 stream ends either with the closing bytes of its format or with an error event.
 """
@@ -254,10 +255,10 @@ def error_event(error: EngineError) -> bytes:
 async def answer_streaming(
     pump: EventPump, format: StreamFormat, kind: type[EventStream] = EventStream
 ) -> Response:
-    """Start a streaming response. If the backend refuses the prompt, or the request within
-    `ACCEPT_WAIT_S`, this raises before any header is sent, so the client gets an HTTP error.
+    """Start a streaming response. If the backend refuses the request before it begins, this raises
+    before any header is sent, so the client gets an HTTP error.
     """
-    await pump.accepted(CHECK_WAIT_S, ACCEPT_WAIT_S)
+    await pump.begun(CHECK_WAIT_S, ACCEPT_WAIT_S)
     return kind(pump, format)
 
 
@@ -267,7 +268,7 @@ async def answer_counted(
     make_format: Callable[[list[int]], StreamFormat],
 ) -> Response:
     """Like `answer_streaming`, for a format that needs the number of tokens of each prompt."""
-    await pump.accepted(CHECK_WAIT_S, ACCEPT_WAIT_S)
+    await pump.begun(CHECK_WAIT_S, ACCEPT_WAIT_S)
     return EventStream(pump, make_format(await pump.prompt_lengths(backend)))
 
 
