@@ -17,6 +17,7 @@ from engine.core.interp.resolving import resolved
 from engine.core.interp.results import Result
 from engine.core.interp.spec import parse_interp
 from engine.core.interp.vectors import VectorStore
+from engine.core.memory import MemoryRoom
 from engine.ipc.heartbeat import UNKNOWN_PATIENCE_S
 from engine.ipc.transport import encode_frame
 from engine.library.steering import tensors_of
@@ -298,6 +299,17 @@ def test_what_waits_for_its_results_counts_for_its_tenant(
     found = engine.answers()
     assert found["second"].error_code == "RATE_LIMIT_EXCEEDED"
     assert found["first"].error is None and found["third"].error is None
+
+
+def test_captures_for_which_no_memory_is_free_are_refused(
+    engine: ProbedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    each = request("r", tiny_models.text(30), sites=(SITE,))
+    size = Probe(each.interp, engine.runner.sites, 30, 1).num_bytes
+    for free, code in ((size, ""), (size - 1, "RATE_LIMIT_EXCEEDED")):
+        room = MemoryRoom(2**40, free)
+        monkeypatch.setattr("engine.runtime.interp.steps.memory_room", lambda room=room: room)
+        assert (engine.run(each)["r"].error_code or "") == code
 
 
 def test_a_small_result_does_not_wait_for_the_large_ones_of_another_tenant(

@@ -94,6 +94,7 @@ def test_names_become_vectors_and_unit_directions(tmp_path: Path) -> None:
     np.testing.assert_array_equal(np.frombuffer(added.vectors[0], np.float32), vector)
     np.testing.assert_allclose(np.frombuffer(projected.vectors[0], np.float32), [0.6, 0.8])
     assert (ablated.kind, ablated.scale, ablated.span.positions) == ("scale", 0.0, (-1,))
+    (tmp_path / "broken.safetensors").write_bytes(b"\xff" * 20)
     assert [each.name for each in store.names()] == ["calm"]
     for name in ("angry", "../calm", "calm/../../x", "\u540d" * 128):
         edit = {"edit": [{"site": SITE, "op": "add", "vector": name}]}

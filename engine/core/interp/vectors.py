@@ -5,13 +5,16 @@ vector is for. A sparse autoencoder has the tensors W_enc, b_enc, W_dec and b_de
 writes them, and maybe `threshold`. A tuned lens has `N.weight` and `N.bias` for each layer N.
 """
 
+import logging
 import re
 from array import array
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.core.errors import ConfigError, InvalidRequestError, NotFoundError
+from engine.core.errors import ConfigError, EngineError, InvalidRequestError, NotFoundError
 from engine.core.tensor_file import FileTensor, StoredTensor, open_tensors, pack_tensors
+
+log = logging.getLogger(__name__)
 
 SUFFIX = ".safetensors"
 _NAME = re.compile(r"\w[\w.-]{0,127}")
@@ -42,7 +45,11 @@ class VectorStore:
             return []
         found = []
         for path in sorted(self.directory.glob(f"*{SUFFIX}")):
-            tensors, metadata = self._read(path)
+            try:
+                tensors, metadata = self._read(path)
+            except (EngineError, OSError) as error:
+                log.warning("a vector file is left out: %s", error)
+                continue
             names = tuple(each.name for each in tensors)
             kind = "sae" if "W_enc" in names else "lens" if "0.weight" in names else "vector"
             sites = names if kind == "vector" else tuple(filter(None, [metadata.get("site", "")]))
