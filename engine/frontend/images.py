@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 MAX_IMAGES = 256  # of a request
 MAX_PIXELS = 16_000_000  # of an image
+MAX_SIDE = 65_535  # scaling keeps weights for each pixel of a side, which are not counted
 MAX_ALL_PIXELS = 64_000_000  # of all images of a request
 # Bytes per pixel while an image is decoded: the file's pixels, a copy with alpha, and the result.
 DECODING_BYTES = 12
@@ -199,6 +200,8 @@ def _opened(data: bytes, param: str) -> "Iterator[Image]":
             width, height = image.size
             if width * height > MAX_PIXELS:
                 raise _refused(param, too_large)
+            if max(width, height) > MAX_SIDE:
+                raise _refused(param, f"a side of the image has more than {MAX_SIDE} pixels")
             if getattr(image, "is_animated", False):
                 raise _refused(param, "the image is animated; send a single frame")
             yield image

@@ -101,6 +101,12 @@ def test_a_huge_image_is_refused_before_it_is_decoded(monkeypatch: pytest.Monkey
             decode(HOSTILE[name], "messages[0].content")
 
 
+@pytest.mark.parametrize("size", [(65_536, 1), (1, 16_000_000)])
+def test_an_image_of_one_endless_side_is_refused(size: tuple[int, int]) -> None:
+    with pytest.raises(InvalidRequestError, match="side of the image has more than 65535"):
+        size_of(claiming(*size), "messages[0].content")
+
+
 @pytest.mark.parametrize("size", [(1, 1), (1, 5_000), (9_000, 1)])
 def test_odd_sizes_are_decoded(size: tuple[int, int]) -> None:
     assert decode(png(*size), "messages[0].content").size == size

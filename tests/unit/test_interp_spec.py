@@ -17,7 +17,12 @@ from engine.core.errors import (
     RateLimitError,
 )
 from engine.core.interfaces.interp import Attribution, InterpRequest, Lens
-from engine.core.interfaces.request import AdapterRef, GenerateRequest, SamplingParams
+from engine.core.interfaces.request import (
+    AdapterRef,
+    GenerateRequest,
+    ImageInput,
+    SamplingParams,
+)
 from engine.core.interp import vectors as vectors_module
 from engine.core.interp.features import encode, top_features
 from engine.core.interp.resolving import resolved
@@ -137,6 +142,17 @@ def test_a_patch_finds_its_positions_in_any_capture_of_the_site() -> None:
 
 
 SAE = {"W_enc": (4, 3), "W_dec": (3, 4), "b_enc": (3,), "b_dec": (4,), "threshold": (3,)}
+
+
+def test_gradients_beside_images_are_refused() -> None:
+    """They would be those of the tokens that stand for the image."""
+    interp = InterpRequest(attribution=Attribution(method="input_x_gradient"))
+    image = ImageInput(0, 1, 1, 1, b"abc")
+    request = GenerateRequest(
+        request_id="r", prompt=(1, 2), params=SamplingParams(), interp=interp, images=(image,)
+    )
+    with pytest.raises(InvalidRequestError, match="this prompt has images"):
+        make_probe(request, None, 1, ())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,12 @@ def make_probe(
         return None
     if request.adapter is not None:
         _check_head(request.interp, request.adapter)
+    attribution = request.interp.attribution
+    if request.images and attribution is not None and attribution.method == "input_x_gradient":
+        raise InvalidRequestError(
+            "interp.attribution: gradients are computed for texts, and this prompt has images; use "
+            "method direct."
+        )
     if not isinstance(runner, Tappable) or not runner.sites:
         raise InvalidRequestError("interp: this model's backend shows no activations.")
     shape = (len(request.prompt), max_tokens, request.params.n)
