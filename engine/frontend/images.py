@@ -17,6 +17,7 @@ from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 from engine.core.errors import EngineError, InvalidRequestError, UnavailableError
+from engine.core.image_file import only_picture
 from engine.core.interfaces.backend import IMAGE_MARK
 from engine.core.interfaces.request import ImageInput
 from engine.core.memory import memory_room
@@ -30,14 +31,10 @@ if TYPE_CHECKING:
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 MAX_IMAGES = 256  # of a request
 MAX_PIXELS = 16_000_000  # of an image
+MAX_SIDE = 65_535  # scaling keeps weights for each pixel of a side, which are not counted
 MAX_ALL_PIXELS = 64_000_000  # of all images of a request
 # Bytes per pixel while an image is decoded: the file's pixels, a copy with alpha, and the result.
 DECODING_BYTES = 12
-PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
-# Chunks that change the picture, although a decoder may ignore them: transparency, orientation, and
-# whether there are more frames.
-PNG_CHUNKS = (b"tRNS", b"eXIf", b"acTL", b"fcTL", b"fdAT")
-MAX_PNG_CHUNKS = 65_536
 RETRY_AFTER_S = 5.0
 STRIP_PIXELS = 500_000  # composed at a time, because composing holds the GIL
 MAX_ASPECT = 200  # of images for Qwen2.5-VL
@@ -195,12 +192,17 @@ def _opened(data: bytes, param: str) -> "Iterator[Image]":
 
     too_large = f"the image has more than {MAX_PIXELS} pixels"
     try:
-        with Image.open(BytesIO(only_picture(data)), formats=FORMATS) as image:
+        picture = only_picture(data)
+    except ValueError as error:
+        raise _refused(param, f"the file has {error}") from None
+    try:
+        with Image.open(BytesIO(picture), formats=FORMATS) as image:
             width, height = image.size
             if width * height > MAX_PIXELS:
                 raise _refused(param, too_large)
-            # A photo of the format MPO has several versions of the same picture. The first is used.
-            if image.format != "MPO" and getattr(image, "is_animated", False):
+            if max(width, height) > MAX_SIDE:
+                raise _refused(param, f"a side of the image has more than {MAX_SIDE} pixels")
+            if getattr(image, "is_animated", False):
                 raise _refused(param, "the image is animated; send a single frame")
             yield image
     except EngineError:
@@ -213,25 +215,6 @@ def _opened(data: bytes, param: str) -> "Iterator[Image]":
     except Exception:  # Pillow raises many kinds of errors for damaged files
         rule = "the image can't be decoded; it is damaged or cut off"
         raise _refused(param, rule) from None
-
-
-def only_picture(data: bytes) -> bytes:
-    """A PNG file without its texts and color profile, which Pillow would decompress. Other files
-    are returned as they are.
-    """
-    if not data.startswith(PNG_SIGNATURE):
-        return data
-    kept, start, num_chunks = [PNG_SIGNATURE], len(PNG_SIGNATURE), 0
-    while start + 8 <= len(data):
-        length, kind = int.from_bytes(data[start : start + 4], "big"), data[start + 4 : start + 8]
-        end = start + 12 + length
-        num_chunks += 1
-        if num_chunks > MAX_PNG_CHUNKS:
-            raise ValueError("too many chunks")
-        if kind[:1].isupper() or kind in PNG_CHUNKS:  # a capital marks what a decoder must know
-            kept.append(data[start:end])
-        start = end
-    return b"".join(kept)
 
 
 def _refused(param: str, rule: str) -> InvalidRequestError:

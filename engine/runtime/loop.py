@@ -159,6 +159,7 @@ class EngineLoop:
         self._send(self._intake.expire(now))
         self._step()
         if self.scheduler.reports:
+            self._pulse.beat(True, UNKNOWN_PATIENCE_S)  # a gradient takes longer than a step
             self._send(self._step_runner.compute(self.scheduler.reports.advance, self._runner))
         self._send_stats(force=not self.scheduler.has_work and self._has_news)
         if (report := self.scheduler.kv.report) is not None and (news := report.take()) is not None:

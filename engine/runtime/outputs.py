@@ -6,7 +6,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from engine.core.errors import EngineError, RateLimitError, RequestTimeoutError
+from engine.core.errors import (
+    EngineError,
+    InferenceError,
+    InvalidRequestError,
+    RateLimitError,
+    RequestTimeoutError,
+)
 from engine.core.interfaces.request import TokenDelta, TokenLogprobs
 from engine.ipc.transport import failed_delta
 from engine.runtime.model_runner import F32, I32, Bools, SamplingInputs, StepOutput
@@ -148,6 +154,17 @@ def too_late(is_over: bool, waited_s: float, again_s: float) -> EngineError:
         f"The request waited {waited_s:.0f} s and could not begin; try again later.",
         retry_after=again_s,
     )
+
+
+def nonfinite(seq: Sequence) -> EngineError:
+    """The error for a request whose logits are not numbers."""
+    if seq.probe is not None and seq.probe.request.edits:
+        return InvalidRequestError(
+            "interp.edit: with these edits, the model produced non-finite values; use smaller"
+            " vectors and scales.",
+            param="interp.edit",
+        )
+    return InferenceError("The model produced non-finite values for this request.")
 
 
 class Sampled(NamedTuple):

@@ -18,6 +18,7 @@ from engine.core.interfaces.request import TokenDelta
 from engine.runtime.insight.timekeeping import BLOCKS, BUDGET, SLOTS
 from engine.runtime.model_runner import StepOutput
 from engine.runtime.outputs import (
+    nonfinite,
     progress_delta,
     refusal,
     scores,
@@ -95,8 +96,7 @@ class Scheduler(Roster):
             seq.num_sampling -= samples
             if not finite[index] and not draft:
                 self.num_nonfinite += 1
-                error = InferenceError("The model produced non-finite values for this request.")
-                deltas.append(self.fail(seq, error, now))
+                deltas.append(self.fail(seq, nonfinite(seq), now))
                 continue
             try:
                 # A `life` of 0 means that the sequence was preempted after this step was launched.

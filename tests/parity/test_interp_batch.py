@@ -231,6 +231,33 @@ def test_a_revived_request_captures_what_an_undisturbed_one_does(
     assert found.lens == expected.lens
 
 
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_captures_of_other_frameworks_survive_preemption_and_revival(
+    saved: Any, framework: str
+) -> None:
+    """Their steps have other shapes then, so values agree up to rounding."""
+    calm = ProbedEngine(saved[1], framework, cache_enabled=False)
+    each = request("r", tiny_models.text(20), interp=everything(calm), num_new=9)
+    expected = calm.run(each)["r"]
+    revived = calm.run(replace(each, resumed=(Resumed(0, tuple(expected.tokens[:5])),)))["r"]
+    calm.close()
+    engine = ProbedEngine(saved[1], framework, max_batch_tokens=16)
+    engine.submit(each)
+    for num_tokens in (1, 4, 7):
+        step_until(engine, "r", num_tokens)
+        preempt_all(engine)
+    preempted = finished(engine, "r")
+    engine.close()
+    assert engine.loop.scheduler.num_preemptions >= 2  # tokens may come in pairs
+    assert expected.error is None and preempted.tokens == expected.tokens
+    assert revived.tokens == expected.tokens[5:]
+    for found in (preempted, revived):
+        assert found.positions == expected.positions
+        for site, values in expected.captured.items():
+            assert np.abs(values).max(axis=tuple(range(1, values.ndim))).all(), site
+            np.testing.assert_allclose(found.captured[site], values, atol=2e-4, err_msg=site)
+
+
 def test_lens_attention_and_attribution_agree_with_the_model(saved: Any) -> None:
     theirs, path = saved
     tokens = tiny_models.text(12)

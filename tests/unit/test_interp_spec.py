@@ -17,9 +17,14 @@ from engine.core.errors import (
     RateLimitError,
 )
 from engine.core.interfaces.interp import Attribution, InterpRequest, Lens
-from engine.core.interfaces.request import AdapterRef, GenerateRequest, SamplingParams
+from engine.core.interfaces.request import (
+    AdapterRef,
+    GenerateRequest,
+    ImageInput,
+    SamplingParams,
+)
 from engine.core.interp import vectors as vectors_module
-from engine.core.interp.features import encode
+from engine.core.interp.features import encode, top_features
 from engine.core.interp.resolving import resolved
 from engine.core.interp.results import Result
 from engine.core.interp.spec import parse_interp
@@ -64,6 +69,10 @@ def no_result(_: str) -> Result:
         ({"edit": [{"site": "x", "op": "clamp", "sae": "s"}]}, "interp.edit[0]"),
         ({"edit": [{"site": "x", "op": "scale", "vector": [1.0]}]}, "interp.edit[0]"),
         ({"lens": {"top": 0}}, "interp.lens.top"),
+        ({"lens": {"layers": []}}, "interp.lens.layers"),
+        ({"attention": {"layers": []}}, "interp.attention.layers"),
+        ({"attention": {"layers": [0], "heads": []}}, "interp.attention.heads"),
+        ({"attribution": {"target": "a" * 300}}, "interp.attribution.target"),
         ({"lens": {"top": True}}, "interp.lens.top"),
         ({"code": "import os"}, "interp.code"),
     ],
@@ -90,8 +99,9 @@ def test_names_become_vectors_and_unit_directions(tmp_path: Path) -> None:
     np.testing.assert_array_equal(np.frombuffer(added.vectors[0], np.float32), vector)
     np.testing.assert_allclose(np.frombuffer(projected.vectors[0], np.float32), [0.6, 0.8])
     assert (ablated.kind, ablated.scale, ablated.span.positions) == ("scale", 0.0, (-1,))
+    (tmp_path / "broken.safetensors").write_bytes(b"\xff" * 20)
     assert [each.name for each in store.names()] == ["calm"]
-    for name in ("angry", "../calm", "calm/../../x"):
+    for name in ("angry", "../calm", "calm/../../x", "\u540d" * 128):
         edit = {"edit": [{"site": SITE, "op": "add", "vector": name}]}
         with pytest.raises(EngineError):
             resolved(parse_interp(edit), store, no_result, 100)
@@ -119,6 +129,64 @@ def test_a_patch_takes_rows_of_an_earlier_result(tmp_path: Path) -> None:
     raw["edit"][0]["from"]["positions"] = [0, 1]  # type: ignore[index]
     with pytest.raises(InvalidRequestError, match="no values"):
         resolved(parse_interp(raw), VectorStore(tmp_path), lambda _: earlier, 100)
+
+
+def test_a_patch_finds_its_positions_in_any_capture_of_the_site() -> None:
+    values = np.arange(6, dtype=np.float32).reshape(3, 2)
+    earlier = Result(result(values, [1, 2, 3]))
+    first = earlier.facts["captures"][0]
+    earlier.facts["captures"].insert(0, first | {"positions": [0], "tensor": "0"})
+    assert [np.frombuffer(row, np.float32).tolist() for row in earlier.rows(SITE, [2])[1]] == [
+        [2.0, 3.0]
+    ]
+
+
+SAE = {"W_enc": (4, 3), "W_dec": (3, 4), "b_enc": (3,), "b_dec": (4,), "threshold": (3,)}
+
+
+def test_gradients_beside_images_are_refused() -> None:
+    """They would be those of the tokens that stand for the image."""
+    interp = InterpRequest(attribution=Attribution(method="input_x_gradient"))
+    image = ImageInput(0, 1, 1, 1, b"abc")
+    request = GenerateRequest(
+        request_id="r", prompt=(1, 2), params=SamplingParams(), interp=interp, images=(image,)
+    )
+    with pytest.raises(InvalidRequestError, match="this prompt has images"):
+        make_probe(request, None, 1, ())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"W_enc": shape} for shape in [(), (12,), (4, 0), (3, 4), (1, 4, 3)]),
+        *({"W_dec": (4, 3)}, {"b_enc": (4,)}, {"b_dec": (3,)}, {"threshold": (2,)}),
+    ],
+)
+@pytest.mark.parametrize("kind", ["clamp", "features"])
+def test_an_autoencoder_whose_shapes_disagree_is_refused(
+    tmp_path: Path, wrong: dict[str, tuple[int, ...]], kind: str
+) -> None:
+    store = VectorStore(tmp_path)
+    shapes = SAE | wrong
+    tensors = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    store.save("sae", tensors_of(tensors), {"site": SITE})
+    clamp = {"edit": [{"site": SITE, "op": "clamp", "sae": "sae", "feature": 0}]}
+    raw = clamp if kind == "clamp" else {"features": {"sae": "sae", "site": SITE}}
+    with pytest.raises(InvalidRequestError, match="is no sparse autoencoder"):
+        resolved(parse_interp(raw), store, no_result, 10_000)
+
+
+def test_features_are_of_their_own_positions_and_of_none(tmp_path: Path) -> None:
+    """Another capture of the site does not stand for theirs."""
+    store = VectorStore(tmp_path)
+    store.save("sae", tensors_of({"W_enc": np.eye(2, dtype=np.float32)}), {"site": SITE})
+    spec = parse_interp({"features": {"sae": "sae"}}).features
+    assert spec is not None
+    found = Result(result(np.array([[7.0, 8.0]]), [3]))
+    found.facts["captures"].insert(0, {"site": SITE, "positions": [0], "tensor": "0"})
+    (only,) = top_features(spec, store, found)
+    assert (only["position"], only["top"][0]) == (3, {"feature": 1, "value": 8.0})
+    assert top_features(spec, store, Result(result(np.zeros((0, 2)), []))) == []
 
 
 def test_clamping_a_feature_reads_the_encoder_and_writes_the_decoder(tmp_path: Path) -> None:

@@ -1,13 +1,13 @@
 """Features of sparse autoencoders. It needs numpy, so it is imported only when it is used."""
 
 from collections.abc import Iterator
+from math import prod
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.core.errors import InvalidRequestError
-from engine.core.interp.resolving import sae_site
 from engine.core.interp.results import Result
 from engine.core.interp.spec import FeaturesSpec
 from engine.core.interp.vectors import PART_BYTES, VectorStore, checked, floats
@@ -55,14 +55,10 @@ def _encoded(tensors: dict[str, FileTensor], x: F32) -> Iterator[F32]:
 
 def top_features(spec: FeaturesSpec, store: VectorStore, result: Result) -> list[dict[str, Any]]:
     """The largest features at each position."""
-    tensors, _ = store.load(spec.sae)
-    if "W_enc" not in tensors:
-        raise InvalidRequestError(
-            f"interp.features: '{spec.sae}' is no sparse autoencoder.", param="interp.features"
-        )
-    site = spec.site or sae_site(store, spec.sae)
-    places, rows = result.rows(site, "all" if spec.positions == "all" else spec.positions)
-    values = np.stack([np.frombuffer(each, np.float32) for each in rows])
+    tensors = store.autoencoder(spec.sae)
+    # Its capture is the last one. The request may have captured the site elsewhere too.
+    *_, (_, places, tensor) = result.captures
+    values = np.frombuffer(tensor.data, np.float32).reshape(len(places), prod(tensor.shape[1:]))
     found = []
     for place, row in zip(places, _encoded(tensors, values), strict=True):
         best = np.argsort(-row, kind="stable")[: spec.top]

@@ -62,6 +62,7 @@ class _Resolving:
     def request(self, spec: InterpSpec) -> InterpRequest:
         captures = tuple(Capture(each.site, each.span) for each in spec.capture)
         if spec.features is not None:
+            self._store.autoencoder(spec.features.sae)
             site = spec.features.site or sae_site(self._store, spec.features.sae)
             captures = (*captures, Capture(site, spec.features.span))
         attention, attribution = spec.attention, spec.attribution
@@ -103,6 +104,12 @@ class _Resolving:
                 )
             bias = tensors.get(f"{layer}.bias")
             weight = tensors[f"{layer}.weight"]
+            if len(weight.shape) != 2:
+                raise InvalidRequestError(
+                    f"interp.lens: the matrix of layer {layer} of '{lens.tuned}' has"
+                    f" {len(weight.shape)} dimensions, and needs 2.",
+                    param="interp",
+                )
             matrix = self._floats(weight, "tuned lens")
             zeros = bytes(4 * weight.shape[0])
             tuned.append((matrix, zeros if bias is None else self._floats(bias, "tuned lens")))
@@ -157,13 +164,11 @@ class _Resolving:
         """Steering adds the decoder's vector. Clamping sets the feature to `scale`: the encoder
         reads it, and the decoder's vector makes up the difference.
         """
-        tensors, _ = self._store.load(name)
-        for needed in ("W_enc", "W_dec"):
-            if needed not in tensors or len(tensors[needed].shape) != 2:
-                raise InvalidRequestError(
-                    f"interp: '{name}' is no sparse autoencoder: it has no {needed}.",
-                    param="interp",
-                )
+        tensors = self._store.autoencoder(name)
+        if "W_dec" not in tensors:
+            raise InvalidRequestError(
+                f"interp: the sparse autoencoder '{name}' has no W_dec.", param="interp"
+            )
         self._count("edits", 16 * tensors["W_dec"].shape[1])
         decoder = row(tensors["W_dec"], feature)
         if edit.op == "add":

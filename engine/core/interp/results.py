@@ -34,18 +34,15 @@ class Result:
         """The captured positions of a site, and the values of each. `wanted` are positions, "all"
         or "last". `count` is called with the bytes of the values before they are copied.
         """
+        num_prompt = self.facts["num_prompt"]
         for name, places, tensor in self.captures:
             if name != site:
                 continue
-            if wanted == "last":
-                wanted = [-1]
-            if wanted == "all":
-                wanted = places
-            num_prompt = self.facts["num_prompt"]
-            chosen = [each + num_prompt if each < 0 else each for each in wanted]
+            asked = places if wanted == "all" else [-1] if wanted == "last" else wanted
+            chosen = [each + num_prompt if each < 0 else each for each in asked]
             index = {place: number for number, place in enumerate(places)}
             if not all(each in index for each in chosen):
-                break
+                continue  # a later capture of the site may have them
             size = 4 * prod(tensor.shape[1:])
             count(size * len(chosen))
             starts = [size * index[each] for each in chosen]

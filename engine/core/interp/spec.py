@@ -20,7 +20,8 @@ Index = Annotated[int, Field(ge=-(2**24), le=2**24)]
 Number = Annotated[float, Field(ge=-1e30, le=1e30, allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\w][\w.:/-]*$")]
 SiteName = Annotated[str, Field(min_length=1, max_length=128)]
-Layers = Annotated[list[Annotated[int, Field(ge=0, le=1024)]], Field(max_length=1025)]
+Numbered = Annotated[int, Field(ge=0, le=1024)]
+Layers = Annotated[list[Numbered], Field(min_length=1, max_length=1025)]
 Positions = Literal["all", "last"] | Annotated[list[Index], Field(max_length=MAX_POSITIONS)]
 
 
@@ -108,7 +109,9 @@ class FeaturesSpec(_Placed):
 
 
 class AttributionSpec(_Part):
-    target: Annotated[int, Field(ge=0, le=2**31 - 1)] | str | None = None
+    target: (
+        Annotated[int, Field(ge=0, le=2**31 - 1)] | Annotated[str, Field(max_length=256)] | None
+    ) = None
     position: Index = -1
     method: Literal["direct", "input_x_gradient"] = "direct"
 

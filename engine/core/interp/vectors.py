@@ -5,16 +5,20 @@ vector is for. A sparse autoencoder has the tensors W_enc, b_enc, W_dec and b_de
 writes them, and maybe `threshold`. A tuned lens has `N.weight` and `N.bias` for each layer N.
 """
 
+import logging
 import re
 from array import array
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.core.errors import ConfigError, InvalidRequestError, NotFoundError
+from engine.core.errors import ConfigError, EngineError, InvalidRequestError, NotFoundError
 from engine.core.tensor_file import FileTensor, StoredTensor, open_tensors, pack_tensors
+
+log = logging.getLogger(__name__)
 
 SUFFIX = ".safetensors"
 _NAME = re.compile(r"\w[\w.-]{0,127}")
+_MAX_NAME_BYTES = 200  # file systems take 255, with the suffix
 MAX_FILE_BYTES = 4 * 2**30
 PART_BYTES = 16 * 2**20  # of a matrix, read at once
 
@@ -41,7 +45,11 @@ class VectorStore:
             return []
         found = []
         for path in sorted(self.directory.glob(f"*{SUFFIX}")):
-            tensors, metadata = self._read(path)
+            try:
+                tensors, metadata = self._read(path)
+            except (EngineError, OSError) as error:
+                log.warning("a vector file is left out: %s", error)
+                continue
             names = tuple(each.name for each in tensors)
             kind = "sae" if "W_enc" in names else "lens" if "0.weight" in names else "vector"
             sites = names if kind == "vector" else tuple(filter(None, [metadata.get("site", "")]))
@@ -60,6 +68,29 @@ class VectorStore:
         tensors, metadata = self._read(path)
         return {each.name: each for each in tensors}, metadata
 
+    def autoencoder(self, name: str) -> dict[str, FileTensor]:
+        """The tensors of a sparse autoencoder, whose shapes agree."""
+        tensors, _ = self.load(name)
+        shape = tensors["W_enc"].shape if "W_enc" in tensors else ()
+        is_sound = len(shape) == 2 and 0 not in shape
+        if is_sound:
+            inputs, features = shape
+            wanted = {
+                "W_dec": [(features, inputs)],
+                "b_enc": [(features,)],
+                "b_dec": [(inputs,)],
+                "threshold": [(features,), (1,), ()],
+            }
+            given = {part: tensors[part].shape for part in wanted if part in tensors}
+            is_sound = all(found in wanted[part] for part, found in given.items())
+        if not is_sound:
+            raise InvalidRequestError(
+                f"interp: '{name}' is no sparse autoencoder: it needs W_enc (inputs, features), and"
+                " the shapes of its other tensors must agree with that.",
+                param="interp",
+            )
+        return tensors
+
     def save(self, name: str, tensors: list[StoredTensor], metadata: dict[str, str]) -> Path:
         path = self._path(name)
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -69,7 +100,7 @@ class VectorStore:
         return path
 
     def _path(self, name: str) -> Path:
-        if not _NAME.fullmatch(name):
+        if not _NAME.fullmatch(name) or len(name.encode()) > _MAX_NAME_BYTES:
             raise InvalidRequestError(
                 f"interp: {name!r} is no name of a vector: use letters, digits, - _ and .",
                 param="interp",

@@ -54,9 +54,7 @@ class Probe:
         captures = self._captures_by_site()
         counts = {each.site: len(each) for each in captures}
         shape = (num_prompt, self._num_tokens, num_choices)
-        account = account_of(request, sites, counts, *shape)
-        account.check()
-        self.num_bytes = account.total
+        self.num_bytes = account_of(request, sites, counts, *shape).total
         self._vectors: list[F32] = []
         self._edits = [self._edit(edit) for edit in request.edits]
         self._check_lens()

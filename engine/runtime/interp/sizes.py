@@ -10,6 +10,8 @@ _POSITION, _TOKEN, _ENTRY, _SHARE, _FEATURE = 10, 12, 640, 192, 80
 _FACTS = 4096
 # Input x gradient keeps the activations and the attention weights of all layers.
 MAX_GRADIENT_BYTES = 2 * 2**30
+# Rows of the LM head that a lens computes. Each costs about as much as a token of a prompt.
+MAX_LENS_ROWS = 2**14
 # The features of an autoencoder are a part of the answer's JSON text.
 MAX_FEATURE_BYTES = 4 * 2**20
 
@@ -22,7 +24,9 @@ def account_of(
     num_tokens: int,
     num_choices: int = 1,
 ) -> Account:
-    """What the request takes at most. `held` has the number of captured positions by site."""
+    """What the request takes at most. `held` has the number of captured positions by site. Raises
+    `InvalidRequestError` if that is more than it may take.
+    """
     account, widths = Account(request.max_bytes), {site.name: site.width for site in sites}
     for index, count in held.items():
         account.add("captures", count * (4 * sites[index].width + 5))
@@ -50,6 +54,7 @@ def account_of(
         account.add("attribution", _SHARE * (len(sites) + num_tokens))
     for edit in request.edits:
         account.add("edits", num_choices * sum(2 * len(data) + 256 for data in edit.vectors))
+    account.check()
     _check_parts(request, sites, num_prompt, num_tokens)
     return account
 
@@ -58,6 +63,14 @@ def _check_parts(
     request: InterpRequest, sites: tuple[Site, ...], num_prompt: int, num_tokens: int
 ) -> None:
     """Bounds of parts that have limits of their own."""
+    if (lens := request.lens) is not None:
+        rows = len(lens.layers) * lens.span.count(num_prompt, num_tokens)
+        if rows > MAX_LENS_ROWS:
+            raise InvalidRequestError(
+                f"interp.lens: {len(lens.layers)} layers would be read at {rows:,} places in all,"
+                f" and may be at {MAX_LENS_ROWS:,}; ask for fewer layers or positions.",
+                param="interp.lens",
+            )
     if request.attribution is not None and request.attribution.method == "input_x_gradient":
         layers = 1 + max((site.layer for site in sites), default=0)
         heads = max((site.shape[0] for site in sites if site.part == "rot_q"), default=1)

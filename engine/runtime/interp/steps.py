@@ -7,6 +7,7 @@ from dataclasses import replace
 from engine.core.errors import InvalidRequestError, RateLimitError
 from engine.core.interfaces.interp import InterpRequest
 from engine.core.interfaces.request import AdapterRef, GenerateRequest
+from engine.core.memory import memory_room
 from engine.runtime.interp.probe import Probe
 from engine.runtime.interp.taps import TapInputs, Tappable, Taps
 from engine.runtime.model_runner import BatchInputs, ModelRunner, StepOutput
@@ -30,6 +31,12 @@ def make_probe(
         return None
     if request.adapter is not None:
         _check_head(request.interp, request.adapter)
+    attribution = request.interp.attribution
+    if request.images and attribution is not None and attribution.method == "input_x_gradient":
+        raise InvalidRequestError(
+            "interp.attribution: gradients are computed for texts, and this prompt has images; use "
+            "method direct."
+        )
     if not isinstance(runner, Tappable) or not runner.sites:
         raise InvalidRequestError("interp: this model's backend shows no activations.")
     shape = (len(request.prompt), max_tokens, request.params.n)
@@ -48,7 +55,8 @@ def _check_room(probe: Probe, tenant: str, live: Iterable[Sequence]) -> None:
             f" all together may take {MAX_HELD_BYTES:,}; try again later.",
             retry_after=None,
         )
-    if probe.num_bytes + sum(num_bytes for _, num_bytes in held) > MAX_ALL_HELD_BYTES:
+    whole = probe.num_bytes + sum(num_bytes for _, num_bytes in held)
+    if whole > min(MAX_ALL_HELD_BYTES, memory_room().plannable):
         raise RateLimitError(
             "The requests with interp take too much memory; try again later.", retry_after=None
         )

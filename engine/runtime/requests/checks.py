@@ -78,6 +78,9 @@ class RequestChecks:
         """Whether all tokens that the request names beside its prompt are in the vocabulary."""
         named = [*request.params.logit_bias, *request.params.stop_token_ids, *request.eos_ids]
         named += request.params.allowed_token_ids
+        attribution = request.interp and request.interp.attribution
+        if attribution and attribution.target is not None:
+            named.append(attribution.target)
         named += [*request.expected, *(token for word in request.bad_words for token in word)]
         named += (token for each in request.resumed or () for token in each.token_ids)
         return not named or 0 <= min(named) <= max(named) < self._spec.vocab_size
