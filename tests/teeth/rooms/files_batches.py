@@ -141,7 +141,8 @@ MUTATIONS = [
     Mutation(
         "batches: a batch that is cancelled while it waits keeps a slot",
         "engine.servers.batches.run",
-        "        if watching.done() and taking.done():\n            self._bench.slots.release(owner)\n",
+        "        if watching.done() and taking.done():\n"
+        "            self._bench.slots.release(owner)\n",
         "",
         "tests/unit/test_server_batches_resume.py::test_a_batch_that_must_stop_takes_no_slot",
     ),

@@ -92,10 +92,10 @@ def test_a_bug_between_two_jobs_does_not_end_the_queue(
     monkeypatch.setattr(runner, "FAULT_S", 0.05)
     next_job, faults = store.JobStore.next_job, [ValueError("a bug"), OSError("a disk")]
 
-    async def fail_first(self: store.JobStore) -> Any:
+    async def fail_first(self: store.JobStore, turns: dict[str, int]) -> Any:
         if faults:
             raise faults.pop()
-        return await next_job(self)
+        return await next_job(self, turns)
 
     monkeypatch.setattr(store.JobStore, "next_job", fail_first)
     job = create(client)
