@@ -75,7 +75,7 @@ class VectorStore:
         is_sound = len(shape) == 2 and 0 not in shape
         if is_sound:
             inputs, features = shape
-            wanted = {
+            wanted: dict[str, list[tuple[int, ...]]] = {
                 "W_dec": [(features, inputs)],
                 "b_enc": [(features,)],
                 "b_dec": [(inputs,)],
