@@ -186,6 +186,10 @@ class EngineLink:
         """Drop the receiver of a request that has ended. Sends nothing to the engine."""
         self._requests.drop(request_id)
 
+    def num_left(self, request_id: str, choice: int) -> int | None:
+        """How many tokens a choice of an open request may still get. None if it is not known."""
+        return self._requests.num_left(request_id, choice)
+
     def num_revivals(self, request_id: str) -> int:
         """How often an open request continued in a new engine."""
         return self._requests.num_revivals(request_id)

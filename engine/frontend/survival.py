@@ -99,6 +99,11 @@ class OpenRequest:
             if delta.surprise_limit is not None:
                 self._surprise_limits[delta.choice] = delta.surprise_limit
 
+    def num_left(self, choice: int) -> int | None:
+        """How many tokens a choice may still get. None: up to the end of the context."""
+        most, tokens = self.request.params.max_tokens, self.choices.get(choice)
+        return None if most is None or tokens is None else max(1, most) - len(tokens)
+
     def interrupt(self) -> None:
         """The engine that computed this request died."""
         self.is_in_engine = False
@@ -287,6 +292,11 @@ class OpenRequests:
         self._left[request_id] = notes
         while len(self._left) > MAX_LEFT:
             self._left.popitem(last=False)
+
+    def num_left(self, request_id: str, choice: int) -> int | None:
+        """How many tokens a choice may still get. None if that is not known."""
+        opened = self._requests.get(request_id)
+        return None if opened is None else opened.num_left(choice)
 
     def num_revivals(self, request_id: str) -> int:
         opened = self._requests.get(request_id)

@@ -208,9 +208,9 @@ async def test_statistics_that_no_engine_has_end_the_connection_of_their_node(ki
         assert server.pool.stats is None or server.pool.stats.is_sound
 
 
-@pytest.mark.parametrize("token", [-1, VOCAB, 2**31])
-async def test_a_token_that_the_model_lacks_goes_to_no_client_and_no_other_engine(
-    token: int,
+@pytest.mark.parametrize("tokens", [(1, -1), (1, VOCAB), (1, 2**31), (1,) * 41], ids=str)
+async def test_a_token_that_cant_be_goes_to_no_client_and_no_other_engine(
+    tokens: tuple[int, ...],
 ) -> None:
     """The node that sent it is dropped, and its requests go on elsewhere."""
     (expected,) = await alone([prompt(1)], max_tokens=40)
@@ -218,7 +218,7 @@ async def test_a_token_that_the_model_lacks_goes_to_no_client_and_no_other_engin
         asked = asyncio.create_task(server.ask(prompt(1), max_tokens=40, request_id="r"))
         await until(lambda: "r" in server.pool._placed and bad._sessions)
         (session,) = bad._sessions
-        session.connection.tell(Deltas((TokenDelta("r", 0, (1, token)),)))
+        session.connection.tell(Deltas(tuple(TokenDelta("r", 0, (each,)) for each in tokens)))
         text, _ = await asked
         assert text == expected
 

@@ -16,6 +16,7 @@ import pytest
 from engine.core.errors import UnavailableError
 from engine.servers.batches import run, runner, store
 from engine.servers.batches.store import BatchStore
+from engine.servers.serving.fair_slots import FairSlots
 from tests.fake_backend import FakeBackend
 from tests.live_server import LiveServer, chat, live_server, wait_until
 from tests.stopping_backend import stopping_after
@@ -206,12 +207,14 @@ def test_large_results_are_written_piece_by_piece(
 @pytest.mark.parametrize("num_free", [0, 1])
 async def test_a_batch_that_must_stop_takes_no_slot(num_free: int) -> None:
     """Also when a slot comes free at the moment in which the batch is cancelled."""
-    slots = asyncio.Semaphore(num_free)
+    slots = FairSlots(1)
+    if not num_free:
+        await slots.acquire("other")
     bench: Any = SimpleNamespace(slots=slots)
     watching = asyncio.create_task(asyncio.sleep(0))
     await watching
-    assert not await run.BatchRun(bench, "batch")._take_slot(watching)
+    assert not await run.BatchRun(bench, "batch")._take_slot("owner", watching)
     if not num_free:
-        slots.release()
+        slots.release("other")
     async with asyncio.timeout(1):
-        await slots.acquire()
+        await slots.acquire("owner")

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections import Counter
 from typing import Any, Protocol
 
 from engine.core.errors import ConflictError
@@ -113,13 +114,20 @@ class Node:
             raise NodeRefusedError(f"a node has at most {MAX_PREFIXES} cached prefixes")
 
     def _check_tokens(self, message: Deltas) -> None:
-        """A token that the model lacks must reach neither a client nor the next engine of its
-        request.
+        """A token that the model lacks, or for which nobody asked, must reach neither a client nor
+        the next engine of its request.
         """
+        assert self.engine is not None
+        counts: Counter[tuple[str, int]] = Counter()
         for delta in message.deltas:
             ids = delta.token_ids
             if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
                 raise NodeRefusedError("a node sent a token that the model lacks")
+            counts[delta.request_id, delta.choice] += len(ids)
+        for (request_id, choice), count in counts.items():
+            left = self.engine.link.num_left(request_id, choice)
+            if left is not None and count > left:
+                raise NodeRefusedError("a node sent more tokens than it was asked for")
 
     def _lost(self) -> None:
         self._manager.dropped(self)
