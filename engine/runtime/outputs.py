@@ -144,15 +144,15 @@ def refusal(request_id: str, choice: int, error: EngineError) -> TokenDelta:
     return failed_delta(request_id, choice, error)
 
 
-def too_late(is_over: bool, waited_s: float, again_s: float) -> EngineError:
+def too_late(is_over: bool, waited_s: float) -> EngineError:
     """The error for a request that passed its deadline (`is_over`) or that waited too long to be
-    admitted (not `is_over`). The next one would wait for `again_s`.
+    admitted (not `is_over`). The next one would wait as long.
     """
     if is_over:
         return RequestTimeoutError("The request's time limit passed before it was done.")
     return RateLimitError(
         f"The request waited {waited_s:.0f} s and could not begin; try again later.",
-        retry_after=again_s,
+        retry_after=waited_s,
     )
 
 

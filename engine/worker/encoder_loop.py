@@ -230,13 +230,12 @@ class EncoderLoop:
         late = self._queue.remove(lambda each: each.begin_by <= now)
         if not late:
             return
-        again_s = self._forecast.seconds(len(self._queue))
         self._send(
             [
                 refusal(
                     each.request.request_id,
                     0,
-                    too_late(each.deadline <= now, now - each.submitted_at, again_s),
+                    too_late(each.deadline <= now, now - each.submitted_at),
                 )
                 for each in late
             ]

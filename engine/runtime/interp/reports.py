@@ -58,7 +58,7 @@ class Reports:
         self._last_tenant = seq.tenant
         try:
             if seq.deadline is not None and time.monotonic() > seq.deadline:
-                raise too_late(True, 0.0, 0.0)
+                raise too_late(True, 0.0)
             work = work or _work(seq, delta, runner)
             made = next(work)
         except EngineError as error:

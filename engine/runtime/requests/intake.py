@@ -234,9 +234,7 @@ class Intake:
                 later = now + LOADING_GRACE_S
                 heapq.heappush(self._deadlines, (later, group[0].arrival, group))
                 continue
-            first = group[0]
-            again_s = self._checks.again_s(first.tenant, first.priority, now)
-            error = too_late(is_over, now - first.queued_at, again_s)
+            error = too_late(is_over, now - group[0].queued_at)
             live = [seq for seq in group if seq.finish_reason is None]
             ended += [self._scheduler.fail(seq, error, now) for seq in live]
         return ended
