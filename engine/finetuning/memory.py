@@ -13,7 +13,7 @@ from engine.finetuning.plan import TrainingPlan
 
 _M_MMAP_THRESHOLD = -3  # of mallopt
 # In messages of PyTorch and CUDA that are no `OutOfMemoryError`.
-_SIGNS = ("can't allocate memory", "out of memory", "alloc_failed")
+_SIGNS = ("can't allocate memory", "not enough memory", "out of memory", "alloc_failed")
 
 
 def limit_memory(plan: TrainingPlan, device: torch.device) -> None:
