@@ -1,4 +1,4 @@
-"""Layer outputs and layer times of the native framework, for `custom/tools/inspection.py`.
+"""Layer outputs and layer times of the native framework, for `tools/inspection.py`.
 
 Times are measured with the kernels. Outputs are computed with the numpy references from the unfused
 graph instead, because fused kernels do not expose their intermediate values.

@@ -1,4 +1,4 @@
-"""Layer outputs and layer times of a PyTorch model, for `custom/tools/inspection.py`. Both come
+"""Layer outputs and layer times of a PyTorch model, for `tools/inspection.py`. Both come
 from a forward pass over one whole sequence, without a KV cache.
 """
 

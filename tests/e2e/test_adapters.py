@@ -9,6 +9,8 @@ from tests.lora_files import peft_folder
 from tests.served import serve
 
 CONFIG = """
+[model]
+adapter_directory = "FOLDER"
 [backends.fast]
 kind = "native"
 model = "smollm2-135m-instruct"
@@ -26,7 +28,7 @@ def test_adapters_behind_the_router(default_model: Path, tmp_path: Path) -> None
         for seed, name in enumerate(("tuned", "other"))
     ]
     config = tmp_path / "engine.toml"
-    config.write_text(CONFIG)
+    config.write_text(CONFIG.replace("FOLDER", str(tmp_path)))
     with serve("--config", str(config)) as served:
         client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none")
 

@@ -80,7 +80,7 @@ def test_a_killed_replica_returns_and_its_streams_continue(routed: ServedEngine)
         thread.start()
     routed.wait_until(lambda: all(each["in_flight"] >= 10 for each in routes(routed)))
     children = psutil.Process(routed.process.pid).children()
-    victim = next(each for each in children if "custom.worker" in " ".join(each.cmdline()))
+    victim = next(each for each in children if "engine.worker" in " ".join(each.cmdline()))
     victim.kill()
     for thread in threads:
         thread.join(60)
