@@ -163,6 +163,7 @@ struct Kernels {
     bool has_bf16;            // whether matmuls support BF16 numerics
     bool has_int8_attention;  // whether attention over an INT8 KV cache uses fast integer arithmetic
     bool prefers_int8_cache;  // whether decode attention over an INT8 KV cache is faster than over BF16
+    bool interleaves_rows;    // whether `pack` interleaves rows, so that a part of them can't be read alone
 
     // `pack` converts rows of activations to the packed form that `matmul` reads. `x` holds `rows` rows
     // of floats that are `stride` floats apart; the call converts rows [begin, end). `input` has

@@ -80,7 +80,8 @@ void Executor::shrink(const Op& op, const Segments& segments, int thread) {
             const int to = segment.first + int(int64_t(segment.rows) * (own + 1) / threads);
             const size_t row_bytes = kernels_.packed_bytes[int(segment.numerics)](1, op.matrix->columns);
             // Whether the packed rows of the matmul follow each other, so that A can read some of them.
-            const bool is_linear = kernels_.packed_bytes[int(segment.numerics)](
+            const bool is_linear = !kernels_.interleaves_rows &&
+                                   kernels_.packed_bytes[int(segment.numerics)](
                                        segment.rows, op.matrix->columns) == row_bytes * size_t(segment.rows);
             for_runs(op, segment, [&](const AdapterRun& run, const AdapterMatrices& matrices) {
                 const int begin = std::clamp(from - run.first, 0, run.rows);

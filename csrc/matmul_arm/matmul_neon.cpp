@@ -220,6 +220,7 @@ void matmul_int8_outliers(const MatmulJob& job, int begin, int end, uint8_t* scr
 }  // namespace
 
 void fill_matmul_neon(Kernels& table) {
+    table.interleaves_rows = true;
     constexpr int kInt8 = int(Numerics::INT8), kOutliers = int(Numerics::INT8_OUTLIERS);
     table.packed_bytes[kInt8] = packed_bytes_int8;
     table.pack[kInt8] = pack_int8;

@@ -40,6 +40,7 @@ NOT_KEYED: dict[str, Any] = {
     "dry_breakers": ((5,),),
     "expected": (5, 6),
     "reports_progress": True,
+    "tells_begin": True,
     "resumed": None,  # its tokens follow the prompt, and the tree compares them too
     "pools": True,
     "handover": Handover(Prefilled("p", "lost", 0.1)),  # where blocks may be found by their keys

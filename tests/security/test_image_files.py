@@ -1,4 +1,6 @@
-"""Files of images: what is no part of the picture is left out, and the rest is bounded (T5)."""
+"""Files of images: what is no part of the picture is left out, and the rest is bounded
+(SEC-25; T5).
+"""
 
 import io
 from typing import Any

@@ -1,4 +1,4 @@
-"""`engine node ls` and `leave` prove the node token, and never send it (T5)."""
+"""`engine node ls` and `leave` prove the node token, and never send it (SEC-60; T5)."""
 
 from pathlib import Path
 

@@ -274,8 +274,8 @@ FAIR_SHARE = [
     Mutation(
         "fair share: staying away saves up turns",
         SHARES,
-        "        self._given[tenant] = max(self.given(tenant), self._clock)\n",
-        "        self._given[tenant] = self._given.get(tenant, 0)\n",
+        "        return max(self.given(tenant), self._clock)\n",
+        "        return self._given.get(tenant, 0)\n",
         f"{SHARE_TESTS}::test_turns_are_not_saved_up_by_staying_away",
     ),
     Mutation(

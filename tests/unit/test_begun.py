@@ -16,7 +16,7 @@ from engine.core.interfaces.backend import CompletionRequest, GenerationContext,
 from engine.core.interfaces.request import Abort, Deltas, GenerateRequest, SamplingParams
 from engine.core.observability.metrics import Metrics
 from engine.servers.app import create_app
-from engine.servers.http import sse
+from engine.servers.serving import sse
 from tests.fake_backend import CARD, MODEL, FakeBackend
 from tests.live_server import make_settings
 from tests.routed_replicas import replica, router

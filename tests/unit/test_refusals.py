@@ -24,7 +24,7 @@ from engine.core.errors import (
 )
 from engine.core.observability.metrics import Metrics
 from engine.servers.app import create_app
-from engine.servers.http import sse
+from engine.servers.serving import sse
 from tests.fake_backend import MODEL, FakeBackend
 from tests.live_server import chat, make_settings
 

@@ -244,8 +244,9 @@ MUTATIONS = [
     Mutation(
         "streams: headers are sent before the prompt is checked",
         "engine.servers.serving.event_pump",
-        "await self._wait(lambda: self._num_unchecked <= 0)",
-        "await self._wait(lambda: True)",
+        "        await self._wait_up_to(check_s, lambda: self._num_unchecked <= 0)\n"
+        "        is_patient = True\n",
+        "        is_patient = False\n",
         "tests/unit/test_server_prompt_lengths.py::test_a_prompt_that_is_too_long_is_a_400",
     ),
     Mutation(
