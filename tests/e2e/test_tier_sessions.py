@@ -43,9 +43,14 @@ def chat(server: ServedEngine, *said: str) -> Any:
 
 
 def from_tiers(server: ServedEngine, answer: Any) -> dict[str, int]:
-    """How many tokens came from which tier, as the explanation of a request tells it."""
-    told = httpx.get(f"{server.url}/v1/admin/requests/{answer['id']}").json()
-    return told["cache"]["loaded_tokens"]
+    """How many tokens came from which tier, as the explanation of a request tells it. A request is
+    explained when it has ended, which is just after its answer.
+    """
+    until = time.monotonic() + STORED_S
+    while (told := httpx.get(f"{server.url}/v1/admin/requests/{answer['id']}")).status_code == 404:
+        assert time.monotonic() < until, "the request has no explanation"
+        time.sleep(0.05)
+    return told.json()["cache"]["loaded_tokens"]
 
 
 def wait_until_stored(folder: Path, num_tokens: int) -> None:

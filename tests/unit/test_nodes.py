@@ -68,7 +68,7 @@ async def test_sampling_choices_logprobs_and_stop_tokens_cross_the_wire() -> Non
 async def test_requests_go_where_their_prefix_is_cached() -> None:
     async with routed(NoEngine()) as server, node(server, name="a"), node(server, name="b"):
         await server.joined("a", "b")
-        tenants = "uvwxyz"  # so many that idle nodes, which are equal, each get some
+        tenants = "klmnopqrstuvwxyz"  # so many that idle nodes, which are equal, each get some
         for turn in range(2):
             for tenant in tenants:
                 text, usage = await server.ask(prompt(ord(tenant), 140), salt=tenant)
