@@ -85,12 +85,6 @@ async def test_an_answer_that_is_cut_off_is_incomplete(client: httpx.AsyncClient
     assert (last["type"], last["response"]["status"]) == ("response.incomplete", "incomplete")
 
 
-async def test_a_response_without_a_limit_says_that_it_has_none(client: httpx.AsyncClient) -> None:
-    """llama.cpp's and Ollama's clients send -1 for that."""
-    for name in ("n_predict", "num_predict"):
-        assert (await create(client, **{name: -1}))["max_output_tokens"] is None
-
-
 async def test_the_events_of_a_text(client: httpx.AsyncClient) -> None:
     events = await stream(client)
     assert [event["type"].removeprefix("response.") for event in events] == [

@@ -19,7 +19,6 @@ from engine.servers.responses.items import Item
 from engine.servers.responses.output import Change, Output, part_of
 from engine.servers.responses.schema import ReasoningConfig, ResponseBody
 from engine.servers.responses.tools import echo_tools
-from engine.servers.schema.fields import NO_LIMIT
 from engine.servers.serving.event_pump import OutputEvent
 
 
@@ -38,7 +37,7 @@ def outline(body: ResponseBody, response_id: str, card: ModelCard, is_stored: bo
         "error": None,
         "incomplete_details": None,
         "instructions": body.instructions,
-        "max_output_tokens": None if body.max_output_tokens is NO_LIMIT else body.max_output_tokens,
+        "max_output_tokens": body.max_output_tokens,
         "max_tool_calls": body.max_tool_calls,
         "metadata": body.metadata,
         "model": card.id,
