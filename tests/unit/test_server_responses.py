@@ -85,6 +85,16 @@ async def test_an_answer_that_is_cut_off_is_incomplete(client: httpx.AsyncClient
     assert (last["type"], last["response"]["status"]) == ("response.incomplete", "incomplete")
 
 
+async def test_other_servers_limits_are_refused_with_the_name_to_send(
+    client: httpx.AsyncClient,
+) -> None:
+    """-1 means no limit to llama.cpp and Ollama, which is a number that bodies can't have."""
+    for fields in ({"n_predict": -1}, {"num_predict": -1}, {"n_predict": 5}):
+        response = await client.post("/v1/responses", json=ask(**fields))
+        assert response.status_code == 400, response.text
+        assert "max_output_tokens" in response.json()["error"]["message"]
+
+
 async def test_the_events_of_a_text(client: httpx.AsyncClient) -> None:
     events = await stream(client)
     assert [event["type"].removeprefix("response.") for event in events] == [

@@ -211,8 +211,8 @@ def describe(value: Any) -> str:
         return f"a list of {len(value)}"
     if isinstance(value, dict):
         return f"an object of {len(value)} keys"
-    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 128:
-        return "a very large integer"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return "a very large integer" if value.bit_length() > 128 else str(int(value))
     if isinstance(value, str) and len(value) > _MAX_SHOWN:
         return f"a string of {len(value)} characters"
     return _encode(value).decode("utf-8", "replace")
