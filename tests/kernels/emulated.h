@@ -105,14 +105,21 @@ inline float __uint_as_float(u32 word) {
     return x;
 }
 
+// g++ has C++'s _Float16 on ARM from version 13 on; __fp16 stores the same bits.
+#ifdef __aarch64__
+using Half = __fp16;
+#else
+using Half = _Float16;
+#endif
+
 inline float from_f16(u16 half) {
-    _Float16 x;
+    Half x;
     std::memcpy(&x, &half, 2);
     return static_cast<float>(x);
 }
 
 inline u16 to_f16(float x) {
-    _Float16 half = static_cast<_Float16>(x);
+    Half half = static_cast<Half>(x);
     u16 word;
     std::memcpy(&word, &half, 2);
     return word;
