@@ -9,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 LEVELS := scoreboard ui e2e parity security native property unit
-QUICK := tests/unit tests/property $(addprefix tests/parity/test_,native_models.py ir_models.py quants.py)
+QUICK := tests/unit tests/property $(addprefix tests/parity/,native/test_native_models.py models/test_ir_models.py native/test_quants.py)
 SLOW := slow or gpu or network or vllm or clients
 CODE := engine tests benchmarks examples
 CPP := csrc/*/*.cpp csrc/*/*.h tests/native/emulated/*.cpp engine/torch/kernels/cuda/*.cu*
@@ -83,7 +83,7 @@ VLLM_MODEL ?= $(VLLM)/smollm2-135m-hf
 test-vllm: $(VENV)/.dev ## Test vLLM itself, on a CPU, behind our server (VLLM_PYTHON=/path/to/python)
 	@$(BIN)/engine pull $(MODEL)
 	@if [ ! -x $(VLLM_PYTHON) ] || [ ! -d $(VLLM_MODEL) ]; then \
-		printf '\n==> Building %s\n' $(VLLM); $(BIN)/python -m tests.vllm_environment $(VLLM) $(MODEL); fi
+		printf '\n==> Building %s\n' $(VLLM); $(BIN)/python -m tests.support.servers.vllm_environment $(VLLM) $(MODEL); fi
 	$(call step,vLLM behind our server)
 	@VLLM_PYTHON=$(abspath $(VLLM_PYTHON)) VLLM_MODEL=$(abspath $(VLLM_MODEL)) \
 		$(BIN)/python -m pytest -m vllm --timeout 1800 tests/e2e
@@ -106,7 +106,7 @@ test-llamacpp-suite: $(VENV)/.dev ## Run llama.cpp's own server tests (ARGS="uni
 	@$(BIN)/python -m tests.llamacpp_suite $(ARGS)
 
 manifests: $(VENV)/.dev ## Render the plain manifests of deploy/kubernetes from the Helm chart
-	@$(BIN)/python -m tests.helm
+	@$(BIN)/python -m tests.support.references.helm
 
 nightly: test-slow test-native test-vllm test-clients ## Run all that takes too long for every change
 

@@ -14,7 +14,7 @@ import httpx._transports.default as httpx_transports
 import pytest
 
 from engine.core.store.pull import pull
-from tests.served import ServedEngine, serve
+from tests.support.servers.served import ServedEngine, serve
 
 # Read when PyTorch is first imported: spinning threads starve other processes on the same cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

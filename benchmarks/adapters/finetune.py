@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 
-from tests.served import ServedEngine, serve
+from tests.support.servers.served import ServedEngine, serve
 
 JOBS = "/v1/fine_tuning/jobs"
 FACTS = Path(__file__).parents[2] / "examples" / "finetune" / "facts.jsonl"

@@ -27,7 +27,7 @@ import numpy as np
 from benchmarks.features.control_vector import free_port
 from engine.core.store.model_store import resolve_model
 from engine.weights.model import open_model
-from tests.lora_files import peft_folder
+from tests.support.files.lora_files import peft_folder
 
 MODEL, NUM_ADAPTERS, RANK = "smollm2-135m-instruct", 6, 16
 NUM_STREAMS = 32

@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 
-from tests.e2e.test_kubelet import NUM_STREAMS, started, stop_under_load
+from tests.e2e.cluster.test_kubelet import NUM_STREAMS, started, stop_under_load
 
 MAX_READY_S = 2.0
 

@@ -28,7 +28,7 @@ from benchmarks.cluster.nodes import (
     stream,
     wait_for,
 )
-from tests.ray_cluster import RayServer, node_processes, ray_cluster, ray_server
+from tests.support.servers.ray_cluster import RayServer, node_processes, ray_cluster, ray_server
 
 START_S = 300.0
 BEFORE_KILL_S = 3.0

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import httpx
 
 from benchmarks.features.tracing import one_round
-from tests.served import ServedEngine, serve
+from tests.support.servers.served import ServedEngine, serve
 
 
 @contextmanager

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.prompts import words
-from tests.scoreboard import load_disk
-from tests.scoreboard.load_redis import RedisProcess, nonsense, redis
+from tests.scoreboard.loads import disk as load_disk
+from tests.scoreboard.loads.redis import RedisProcess, nonsense, redis
 from tests.scoreboard.served_engine import Served, percentile, served_engine
 from tests.scoreboard.streams import ask, completion
 

@@ -14,8 +14,8 @@ from contextlib import ExitStack
 import httpx
 
 from benchmarks.process import process_tree
-from tests.otlp_receiver import http_receiver
-from tests.served import ServedEngine, serve
+from tests.support.servers.otlp_receiver import http_receiver
+from tests.support.servers.served import ServedEngine, serve
 
 
 def cpu_s(server: ServedEngine) -> float:

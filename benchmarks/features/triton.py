@@ -28,9 +28,9 @@ import tritonclient.http as triton_http
 from benchmarks.paired import added_median
 from tests.clients.environments import TRITON
 from tests.conftest import DEFAULT_MODEL
-from tests.live_server import free_port
-from tests.served import serve
-from tests.tritonserver import tritonserver
+from tests.support.servers.live_server import free_port
+from tests.support.servers.served import serve
+from tests.support.servers.tritonserver import tritonserver
 
 NUM_TOKENS = 4
 NUM_WARM_ROUNDS = 5

@@ -8,7 +8,7 @@ from engine.core.errors import ConfigError
 KERNELS = "engine.native._native"
 # A digest of the C++ files that define what Python passes to the module (CMakeLists.txt lists
 # them). Kernels that were built from other files would read arguments and memory wrongly.
-# `tests/unit/test_native_interface.py` says when this must change.
+# `tests/unit/native/test_native_interface.py` says when this must change.
 INTERFACE = "8b7142a6e70d95c1"
 
 

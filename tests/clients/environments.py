@@ -99,7 +99,16 @@ def vllm_folder(model: str) -> Path:
     folder = ROOT / ".vllm"
     if not (folder / ".installed").exists():
         try:
-            _run([sys.executable, "-m", "tests.vllm_environment", str(folder), model], ROOT)
+            _run(
+                [
+                    sys.executable,
+                    "-m",
+                    "tests.support.servers.vllm_environment",
+                    str(folder),
+                    model,
+                ],
+                ROOT,
+            )
         except (OSError, subprocess.SubprocessError) as error:
             pytest.skip(f"vllm can't be installed here: {_reason(error)}")
     return folder

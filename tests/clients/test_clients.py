@@ -18,9 +18,15 @@ from engine.core.interfaces.backend import ChatRequest, CompletionRequest
 from tests.clients import environments
 from tests.clients.environments import RUN_TIMEOUT_S, Environment
 from tests.conftest import DEFAULT_MODEL
-from tests.fake_backend import MODEL, FakeBackend, Script, call_script, reasoning_script
-from tests.live_server import free_port, live_server, wait_until
-from tests.served import ServedEngine
+from tests.support.fakes.fake_backend import (
+    MODEL,
+    FakeBackend,
+    Script,
+    call_script,
+    reasoning_script,
+)
+from tests.support.servers.live_server import free_port, live_server, wait_until
+from tests.support.servers.served import ServedEngine
 
 pytestmark = pytest.mark.clients
 

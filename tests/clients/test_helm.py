@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from engine import __version__
-from tests import helm
-from tests.kubernetes_checks import VERSIONS, problems, schema_problems
+from tests.support.references import helm
+from tests.support.references.kubernetes_checks import VERSIONS, problems, schema_problems
 
 pytestmark = pytest.mark.clients
 

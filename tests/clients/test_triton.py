@@ -17,9 +17,9 @@ from tritonclient.utils import InferenceServerException
 
 from tests.clients.environments import NUMPY_2, TRITON
 from tests.conftest import DEFAULT_MODEL
-from tests.live_server import free_port
-from tests.served import ServedEngine, serve
-from tests.tritonserver import TritonFailed, TritonServer, tritonserver
+from tests.support.servers.live_server import free_port
+from tests.support.servers.served import ServedEngine, serve
+from tests.support.servers.tritonserver import TritonFailed, TritonServer, tritonserver
 
 pytestmark = pytest.mark.clients
 

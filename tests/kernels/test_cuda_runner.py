@@ -19,9 +19,9 @@ from engine.torch.models import base, blocks
 from engine.torch.models.loading import build_model
 from engine.weights.model import open_model
 from tests.kernels.stand_ins import config, stand_in
-from tests.lora_files import peft_folder
 from tests.parity import tiny_models
 from tests.parity.runner_driver import RunnerDriver, Track, sampling_inputs
+from tests.support.files.lora_files import peft_folder
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="there the runner itself can be tested"

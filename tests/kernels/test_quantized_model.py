@@ -21,7 +21,7 @@ from engine.torch.models.base import Decoder
 from engine.torch.models.loading import build_model
 from engine.torch.models.quantized_loading import placed_bytes
 from engine.weights.model import ModelSource, Weight, open_model
-from tests.gguf_files import gguf_layout, random_weights, tiny_config, write_gguf
+from tests.support.files.gguf_files import gguf_layout, random_weights, tiny_config, write_gguf
 
 TOKENS = 7
 Q4_0, Q4_1, Q8_0 = (gguf.GGMLQuantizationType[name] for name in ("Q4_0", "Q4_1", "Q8_0"))

@@ -66,7 +66,7 @@ def _make_encoders(vocabulary: Path) -> None:
     import torch
     import transformers as hf
 
-    from tests.tokenizer_files import read_gguf
+    from tests.support.files.tokenizer_files import read_gguf
 
     # In a GGUF, the pieces that start a word have a mark, and the others have none. In BERT's own
     # format, it is the other way around.

@@ -17,9 +17,9 @@ from engine.runtime.interp.taps import CAPTURE, EXTRA_COLUMNS, TapInputs
 from engine.runtime.model_runner import RunnerConfig
 from engine.weights.model import ModelSource, open_model
 from engine.weights.quantize import quantize
-from tests.gguf_files import gguf_layout, random_weights, tiny_config, write_gguf
-from tests.lora_files import peft_folder
 from tests.parity.runner_driver import RunnerDriver
+from tests.support.files.gguf_files import gguf_layout, random_weights, tiny_config, write_gguf
+from tests.support.files.lora_files import peft_folder
 
 SHAPES = {
     # Of the fused weights q, k and v only the last one: others may tip the softmax over. What they

@@ -15,7 +15,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from engine.core.interfaces.request import ImageInput
 from tests.parity import tiny_models
-from tests.tokenizer_files import write_directory
+from tests.support.files.tokenizer_files import write_directory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -64,8 +64,8 @@ class Model:
 
 
 def toy_model(rng: random.Random) -> Model:
-    from tests.toy_alone import generate_alone
-    from tests.toy_runner import VOCAB, ToyRunner
+    from tests.support.toy_engine.alone import generate_alone
+    from tests.support.toy_engine.runner import VOCAB, ToyRunner
 
     prompts = [tuple(rng.randrange(3) for _ in range(rng.randint(1, 20))) for _ in range(8)]
     requests = [new_request(rng, rng.choice(prompts), index) for index in range(NUM_REQUESTS)]
@@ -137,8 +137,8 @@ def adapters_model(rng: random.Random) -> Model:
     from engine.native.execution.build import build_runner
     from engine.runtime.model_runner import RunnerConfig
     from engine.weights.model import open_model
-    from tests.lora_files import InlinePlaces, peft_folder
     from tests.parity import tiny_models
+    from tests.support.files.lora_files import InlinePlaces, peft_folder
 
     shapes = {
         "model.layers.0.self_attn.q_proj": (48, 48),

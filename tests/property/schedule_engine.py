@@ -27,8 +27,8 @@ from engine.runtime.speculation.model_drafts import ModelDrafts
 from engine.runtime.tiers.base import Tier
 from engine.runtime.tiers.kv_tiers import BlockMover, attach_tiers
 from engine.runtime.tiers.record import identity_of
-from tests.toy_engine import FixedPrice
-from tests.toy_tiers import InlineMover
+from tests.support.toy_engine.engine import FixedPrice
+from tests.support.toy_engine.tiers import InlineMover
 
 RETRIED = ("schedule", "forward", "sample", "wait", "publish")
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from engine.core.errors import InvalidRequestError
 from engine.core.text.stop_strings import StopPattern, StopPatterns, StopStrings
 from engine.core.text.tokenizer import Detokenizer, Tokenizer
-from tests.tokenizer_files import CORPUS, byte_level_metadata, sentencepiece_metadata
+from tests.support.files.tokenizer_files import CORPUS, byte_level_metadata, sentencepiece_metadata
 
 BYTE_LEVEL = Tokenizer.from_gguf(byte_level_metadata())
 SENTENCEPIECE = Tokenizer.from_gguf(sentencepiece_metadata())

@@ -26,7 +26,7 @@ from engine.core.grammar.limits import parser_limits
 from engine.core.grammar.spec import grammar_text
 from engine.core.interfaces.backend import GrammarSpec
 from engine.frontend.text_model import load_text
-from tests.schema_suites import (
+from tests.support.files.schema_suites import (
     NamedSchema,
     real_schemas,
     suite_schemas,

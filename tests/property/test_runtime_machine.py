@@ -23,11 +23,17 @@ from engine.core.faults import Fault
 from engine.core.interfaces.request import Abort, Control
 from engine.runtime.sequence import packed
 from engine.runtime.tiers.host import HostTier
-from tests.runtime_invariants import Snapshot
-from tests.toy_engine import ToyEngine
-from tests.toy_grammar import END, PatientGrammars, lark, text_of
-from tests.toy_runner import CRASH_TOKEN, NAN_TOKEN, VOCAB, prompt_logits, prompt_logprobs
-from tests.toy_tiers import add_tiers
+from tests.support.toy_engine.engine import ToyEngine
+from tests.support.toy_engine.grammar import END, PatientGrammars, lark, text_of
+from tests.support.toy_engine.invariants import Snapshot
+from tests.support.toy_engine.runner import (
+    CRASH_TOKEN,
+    NAN_TOKEN,
+    VOCAB,
+    prompt_logits,
+    prompt_logprobs,
+)
+from tests.support.toy_engine.tiers import add_tiers
 
 TOKENS = st.integers(0, 2)
 PROMPTS = st.lists(TOKENS, min_size=1, max_size=14)

@@ -20,7 +20,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from tests.served import ServedEngine, serve
+from tests.support.servers.served import ServedEngine, serve
 
 MODEL = "smollm2-135m-instruct"
 IDLE_WITHIN_S = 30.0

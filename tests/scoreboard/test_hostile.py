@@ -6,13 +6,13 @@ import pytest
 from engine.core.observability.metrics import Metrics
 from engine.servers.app import create_app
 from engine.servers.openapi import document
-from tests.fake_backend import MODEL, FakeBackend
-from tests.live_server import make_settings
 from tests.scoreboard.hostile.cases import Answer
 from tests.scoreboard.hostile.fields import Known
 from tests.scoreboard.hostile.requests import Generator
 from tests.scoreboard.hostile.victim import fault_of
-from tests.scoreboard.http_bodies import least_bodies
+from tests.scoreboard.http.bodies import least_bodies
+from tests.support.fakes.fake_backend import MODEL, FakeBackend
+from tests.support.servers.live_server import make_settings
 
 APP = create_app(make_settings(), FakeBackend(), Metrics(MODEL))
 DESCRIPTION = document(APP)

@@ -11,13 +11,13 @@ EXAMINATION = "engine.core.sandbox.examination"
 CHILD = "engine.core.sandbox.examination_child"
 SHARES = "engine.runtime.queue"
 
-AUTH_TESTS = "tests/security/test_http_auth.py"
-KEY_TESTS = "tests/security/test_keys.py"
-LIMIT_TESTS = "tests/security/test_http_limits.py"
-QUOTA_TESTS = "tests/unit/test_quotas.py"
-PLUGIN_TESTS = "tests/security/test_misbehaving_plugins.py"
-EXAMINATION_TESTS = "tests/security/test_examination.py"
-SHARE_TESTS = "tests/unit/test_fair_share.py"
+AUTH_TESTS = "tests/security/access/test_http_auth.py"
+KEY_TESTS = "tests/security/access/test_keys.py"
+LIMIT_TESTS = "tests/security/requests/test_http_limits.py"
+QUOTA_TESTS = "tests/unit/servers/access/test_quotas.py"
+PLUGIN_TESTS = "tests/security/processes/test_misbehaving_plugins.py"
+EXAMINATION_TESTS = "tests/security/files/test_checkpoint_validation.py"
+SHARE_TESTS = "tests/unit/runtime/test_fair_share.py"
 
 KEYS = [
     Mutation(
@@ -39,7 +39,7 @@ KEYS = [
         AUTH,
         "                if hmac.compare_digest(presented, expected):\n",
         "                if presented == expected:\n",
-        "tests/security/test_key_compare.py",
+        "tests/security/access/test_key_compare.py",
     ),
     Mutation(
         "SEC-21 keys are guessed without a pause",
@@ -244,7 +244,7 @@ MODEL_FILES = [
         EXAMINATION,
         '        return output if identity_of(self._path) == self._identity else b""\n',
         "        return output\n",
-        "tests/unit/test_text_cache.py"
+        "tests/unit/frontend/test_text_cache.py"
         "::test_a_file_that_was_changed_in_an_examination_is_read_again",
     ),
     Mutation(
@@ -262,7 +262,7 @@ FAIR_SHARE = [
         "engine.servers.ops.probes",
         "return time.monotonic() - self._noted.at > STUCK_AFTER_S",
         "return False",
-        "tests/unit/test_probes.py::test_a_loop_that_does_not_turn_any_more_is_told",
+        "tests/unit/servers/ops/test_probes.py::test_a_loop_that_does_not_turn_any_more_is_told",
     ),
     Mutation(
         "fair share: nothing is charged",
@@ -293,14 +293,14 @@ TEXTS = [
         "engine.core.text.template_sandbox",
         "            if left <= 0:\n",
         "            if False:\n",
-        "tests/security/test_jinja.py::test_bombs_end_soon_and_small",
+        "tests/security/requests/test_jinja.py::test_bombs_end_soon_and_small",
     ),
     Mutation(
         "SEC-05 control tokens in a client's text are control tokens",
         "engine.core.text.chat_template",
         "        if not self._mask:\n            return value\n",
         "        if value is not None:\n            return value\n",
-        "tests/security/test_token_smuggling.py::test_content_cannot_close_its_turn",
+        "tests/security/requests/test_token_smuggling.py::test_content_cannot_close_its_turn",
     ),
 ]
 

@@ -1,8 +1,8 @@
 """Mutations of the runtime and of its fault containment: one for each invariant and guard."""
 
+from tests.teeth.areas import all_rooms
 from tests.teeth.edge_mutations import EDGE
 from tests.teeth.mutation import MACHINE, SCHEDULES, Mutation
-from tests.teeth.rooms import all_rooms
 
 RUNTIME = "engine.runtime"
 
@@ -11,10 +11,10 @@ def runtime(name: str, module: str, right: str, wrong: str, caught_by: str = MAC
     return Mutation(name, f"{RUNTIME}.{module}", right, wrong, caught_by)
 
 
-FAULTS = "tests/unit/test_faults.py"
-SCHEDULER_TESTS = "tests/unit/test_scheduler.py"
+FAULTS = "tests/unit/core/test_faults.py"
+SCHEDULER_TESTS = "tests/unit/runtime/test_scheduler.py"
 SECURITY = "tests/security"
-WATCHDOG = "tests/unit/test_engine_watchdog.py"
+WATCHDOG = "tests/unit/ipc/test_engine_watchdog.py"
 
 INVARIANTS = [
     runtime(
@@ -114,7 +114,7 @@ INVARIANTS = [
         "radix_cache",
         "            if only_own and child.blocks",
         "            if False and child.blocks",
-        "tests/unit/test_radix_cache.py"
+        "tests/unit/runtime/test_radix_cache.py"
         "::test_a_running_sequence_stores_nothing_below_anothers_block",
     ),
     runtime(
@@ -165,7 +165,7 @@ INVARIANTS = [
         "queue",
         "insort(line, seq, key=_urgency)",
         "insort(line, seq, key=lambda s: -s.arrival)",
-        "tests/unit/test_fair_share.py::test_one_tenant_alone_is_served_first_come_first_served",
+        "tests/unit/runtime/test_fair_share.py::test_one_tenant_alone_is_served_first_come_first_served",
     ),
     runtime(
         "INV-20 INV-21 held for ever",
@@ -222,7 +222,7 @@ INVARIANTS = [
         "recovery",
         "            if len(granted) == 1:\n",
         "            if True:\n",
-        "tests/unit/test_seam_toy.py::test_a_crashing_row_is_found_and_fails_alone",
+        "tests/unit/runtime/test_seam_toy.py::test_a_crashing_row_is_found_and_fails_alone",
     ),
     runtime(
         "INV-30 masks are ignored",
@@ -275,7 +275,7 @@ GUARDS = [
         "engine.frontend.engine_link",
         "            self._restart_later()  # an engine",
         "            pass  # an engine",
-        "tests/unit/test_engine_link.py::"
+        "tests/unit/ipc/test_engine_link.py::"
         "test_killed_in_the_middle_every_request_ends_and_the_next_works",
     ),
     Mutation(
@@ -283,7 +283,7 @@ GUARDS = [
         "engine.frontend.survival",
         "        opened.receiver.deliver(error)\n",
         "        pass\n",
-        "tests/unit/test_engine_link.py::"
+        "tests/unit/ipc/test_engine_link.py::"
         "test_killed_in_the_middle_every_request_ends_and_the_next_works",
     ),
     Mutation(
@@ -298,7 +298,7 @@ GUARDS = [
         "engine.servers.serving.admission",
         "        self.num_admitted -= count\n",
         "        self.num_admitted -= 0\n",
-        "tests/unit/test_server_admission.py::test_a_failed_request_gives_its_place_back",
+        "tests/unit/servers/serving/test_server_admission.py::test_a_failed_request_gives_its_place_back",
     ),
     runtime(
         "FLT-10 who can not begin waits for ever",
@@ -319,42 +319,42 @@ GUARDS = [
         "engine.frontend.text_model",
         "    _check_vocabulary(config, tokenizer)\n",
         "    pass\n",
-        f"{SECURITY}/test_tokenizer_files.py::test_a_tokenizer_that_does_not_fit_is_refused",
+        f"{SECURITY}/files/test_tokenizer_files.py::test_a_tokenizer_that_does_not_fit_is_refused",
     ),
     Mutation(
         "FLT-23 a full disk tears a line",
         "engine.core.sandbox.private_files",
         "        os.ftruncate(handle, size)\n",
         "        pass\n",
-        f"{SECURITY}/test_full_disk.py",
+        f"{SECURITY}/requests/test_full_disk.py",
     ),
     Mutation(
         "SEC-22 a user's key administers",
         "engine.servers.access.auth",
         '            raise ForbiddenError("This key is not the administrator\'s.")\n',
         "            return\n",
-        f"{SECURITY}/test_admin_auth.py::test_a_users_key_opens_nothing_of_the_administrators",
+        f"{SECURITY}/access/test_admin_auth.py::test_a_users_key_opens_nothing_of_the_administrators",
     ),
     Mutation(
         "SEC-27 a page deletes",
         "engine.servers.http.guard",
         '_READING_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})\n',
         '_READING_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "DELETE"})\n',
-        f"{SECURITY}/test_admin_auth.py::test_a_foreign_page_changes_nothing_by_any_route",
+        f"{SECURITY}/access/test_admin_auth.py::test_a_foreign_page_changes_nothing_by_any_route",
     ),
     runtime(
         "SEC-31 a flood pushes out another's prefixes",
         "eviction_order",
         "        return self.by_tenant[tenant] * len(self._present) <= self._total\n",
         "        return False\n",
-        f"{SECURITY}/test_tenant_cache.py::test_a_flood_leaves_a_tenant_its_share",
+        f"{SECURITY}/access/test_tenant_cache.py::test_a_flood_leaves_a_tenant_its_share",
     ),
     Mutation(
         "FLT-11 a client that does not read is kept",
         "engine.servers.serving.sse",
         "            self._task.cancel()\n",
         "            pass\n",
-        "tests/unit/test_server_sockets.py::test_client_that_stops_reading_is_given_up",
+        "tests/unit/servers/test_server_sockets.py::test_client_that_stops_reading_is_given_up",
     ),
     runtime(
         "FLT-14 what is not finite is drawn from",

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.live_server import free_port, wait_until
+from tests.support.servers.live_server import free_port, wait_until
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]

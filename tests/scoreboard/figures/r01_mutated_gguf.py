@@ -2,8 +2,8 @@
 memory.
 """
 
-from tests.scoreboard import mutations_pool
 from tests.scoreboard.figure import Run, Values, figure
+from tests.scoreboard.mutations import pool as mutations_pool
 
 
 def again(seed: int) -> None:

@@ -9,13 +9,13 @@ import numpy as np
 
 from engine.core.errors import ModelFormatError
 from engine.weights.gguf import open_gguf
-from tests.gguf_files import gguf_layout, random_weights, tiny_config, write_gguf
-from tests.scoreboard import mutations_gguf
 from tests.scoreboard.figure import Run, Values, at_least, figure
-from tests.scoreboard.mutations_reading import read_model
-from tests.security.test_gguf_rules import DAMAGED, SOUND
-from tests.tokenizer_files import byte_level_metadata
-from tests.unit.test_gguf_model import CONTRADICTIONS, stored_tiny
+from tests.scoreboard.mutations import gguf as mutations_gguf
+from tests.scoreboard.mutations.reading import read_model
+from tests.security.files.test_gguf_rules import DAMAGED, SOUND
+from tests.support.files.gguf_files import gguf_layout, random_weights, tiny_config, write_gguf
+from tests.support.files.tokenizer_files import byte_level_metadata
+from tests.unit.weights.test_gguf_model import CONTRADICTIONS, stored_tiny
 
 MODEL = "a whole model"
 

@@ -5,8 +5,8 @@ documented answers, and never a server error.
 from collections import Counter
 
 from tests.scoreboard.figure import Run, Values, at_most, figure
-from tests.scoreboard.http_described import Described, check_spread
-from tests.scoreboard.http_target import held_server, served_default_model
+from tests.scoreboard.http.described import Described, check_spread
+from tests.scoreboard.http.target import held_server, served_default_model
 
 QUICK_ROUTES = 6
 REAL_SHARE = 0.1  # share of the cases that go to a real model; the others go to a fake backend

@@ -10,9 +10,9 @@ from urllib.parse import quote
 import httpx
 
 from tests.scoreboard.figure import Run, Values, at_most, figure
-from tests.scoreboard.http_bodies import least_bodies
-from tests.scoreboard.http_numbers import Number, numbers_of
-from tests.scoreboard.http_target import Target, held_server, served_default_model
+from tests.scoreboard.http.bodies import least_bodies
+from tests.scoreboard.http.numbers import Number, numbers_of
+from tests.scoreboard.http.target import Target, held_server, served_default_model
 
 SLOW_S = 0.05
 MAX_BODY_BYTES = 4096

@@ -12,8 +12,8 @@ import httpx
 
 from engine.servers.access.auth import PUBLIC_ROUTES
 from tests.scoreboard.figure import Run, Values, at_most, figure
-from tests.scoreboard.http_target import ADMIN, CLIENT, KEY, Target, held_server
-from tests.security.test_http_auth import METHODS
+from tests.scoreboard.http.target import ADMIN, CLIENT, KEY, Target, held_server
+from tests.security.access.test_http_auth import METHODS
 
 HOSTS = ("localhost", "localhost/livez?", "x/v1?", "a/../livez", "localhost/../livez", "", "evil")
 NO_KEYS = (

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import httpx
 
 from tests.scoreboard.figure import Run, Values, at_most, figure
-from tests.scoreboard.http_bodies import MESSAGES
-from tests.scoreboard.http_target import CLIENT, Target, held_server
-from tests.security.test_grammar_bombs import GRAMMAR_BOMBS, REGEX_BOMBS, SCHEMA_BOMBS
-from tests.security.test_jinja import BOMBS, ESCAPES
+from tests.scoreboard.http.bodies import MESSAGES
+from tests.scoreboard.http.target import CLIENT, Target, held_server
+from tests.security.requests.test_grammar_bombs import GRAMMAR_BOMBS, REGEX_BOMBS, SCHEMA_BOMBS
+from tests.security.requests.test_jinja import BOMBS, ESCAPES
 
 SLOW_S = 1.0
 STALL_S = 0.05
@@ -49,7 +49,7 @@ class Bomb(NamedTuple):
         "longer_than_1_s": at_most(0),
         "loop_stalls_over_50_ms": at_most(0),
     },
-    in_quick=False,  # tests/security/test_jinja.py and test_grammar_bombs.py have every case
+    in_quick=False,  # test_jinja.py and test_grammar_bombs.py of tests/security have every case
 )
 def bombs(run: Run) -> Values:
     chosen = list(all_bombs())

@@ -19,7 +19,7 @@ import psutil
 from tests.scoreboard.figure import Run, Values, at_most, figure
 from tests.scoreboard.served_engine import MODEL, OWN_FOLDERS, Served, served_engine
 from tests.scoreboard.streams import Reply, all_begun, ask, completion
-from tests.stand_in_engine import FaultFile
+from tests.support.fakes.stand_in_engine import FaultFile
 
 NUM_KILLS, NUM_CLIENTS = 10, 8
 GONE_WITHIN_S = 5.0

@@ -7,7 +7,7 @@ from engine.core.faults import Fault
 from tests.scoreboard.figure import Run, Values, at_most, figure
 from tests.scoreboard.served_engine import WITHOUT_DRAFTS, Served, served_engine
 from tests.scoreboard.streams import CHAT, Reply, ask
-from tests.staged_requests import staged_body
+from tests.support.fakes.staged_requests import staged_body
 
 NUM_CLIENTS = 8
 # A fault in these stages fails no request: the stage is repeated, or only a cache entry is lost.

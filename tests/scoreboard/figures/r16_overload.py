@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.prompts import words
 from tests.scoreboard.figure import Run, Values, at_least, at_most, figure
-from tests.scoreboard.load_http import Pool, judge_all
+from tests.scoreboard.loads.http import Pool, judge_all
 from tests.scoreboard.served_engine import Served, percentile, served_engine
 from tests.scoreboard.streams import Reply, completion
 

@@ -14,8 +14,8 @@ import time
 import psutil
 
 from tests.scoreboard.figure import Run, Values, at_most, figure
-from tests.scoreboard.load_http import judge_all, post, send
-from tests.scoreboard.load_sockets import slow_reader
+from tests.scoreboard.loads.http import judge_all, post, send
+from tests.scoreboard.loads.sockets import slow_reader
 from tests.scoreboard.meters import MEBIBYTE, token_gaps
 from tests.scoreboard.served_engine import Served, percentile, served_engine
 from tests.scoreboard.streams import COMPLETIONS, Reply, completion, request_bytes

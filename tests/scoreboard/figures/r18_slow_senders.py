@@ -13,7 +13,7 @@ import time
 from engine.servers.http.limits import BODY_TIMEOUT_S
 from engine.servers.http.protocol import HEAD_TIMEOUT_S
 from tests.scoreboard.figure import Run, Values, at_least, at_most, figure
-from tests.scoreboard.load_sockets import Burden, allow_files, connect
+from tests.scoreboard.loads.sockets import Burden, allow_files, connect
 from tests.scoreboard.meters import probing
 from tests.scoreboard.served_engine import Served, percentile, served_engine
 from tests.scoreboard.streams import ask, completion

@@ -9,8 +9,8 @@ import time
 
 from benchmarks.prompts import words
 from tests.scoreboard.figure import Run, Values, at_most, figure
-from tests.scoreboard.load_http import judge_all, post, send
-from tests.scoreboard.load_observed import Looks, observed_engine
+from tests.scoreboard.loads.http import judge_all, post, send
+from tests.scoreboard.loads.observed import Looks, observed_engine
 from tests.scoreboard.meters import probing
 from tests.scoreboard.served_engine import Served, percentile
 from tests.scoreboard.streams import CHAT, COMPLETIONS, MODEL, Reply, completion, request_bytes

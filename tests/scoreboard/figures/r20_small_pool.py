@@ -18,10 +18,10 @@ from engine.backends.custom.frameworks import NativeBackend
 from engine.ipc.options import EngineOptions
 from engine.runtime.scheduler import Scheduler
 from engine.runtime.sequence import ScheduledBatch, Sequence
-from tests.live_server import LiveServer, live_server, wait_until
 from tests.scoreboard.figure import Run, Values, at_least, at_most, figure
 from tests.scoreboard.served_engine import MODEL
 from tests.scoreboard.streams import Reply, ask, completion
+from tests.support.servers.live_server import LiveServer, live_server, wait_until
 
 NUM_REQUESTS = 200
 NUM_BLOCKS, BLOCK_SIZE, MAX_SLOTS = 16, 16, 8

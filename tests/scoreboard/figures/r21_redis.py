@@ -16,8 +16,8 @@ from pathlib import Path
 
 from engine.core.key_file import add_key
 from tests.scoreboard.figure import Run, Values, at_most, figure
-from tests.scoreboard.load_http import judge_all, post
-from tests.scoreboard.load_redis import PROGRAM, RedisProcess, nonsense, redis
+from tests.scoreboard.loads.http import judge_all, post
+from tests.scoreboard.loads.redis import PROGRAM, RedisProcess, nonsense, redis
 from tests.scoreboard.served_engine import Served, percentile, served_engine
 from tests.scoreboard.streams import Reply, completion
 

@@ -20,8 +20,8 @@ from typing import Any
 
 from engine.core.folders import store_directory
 from tests.scoreboard.figure import Run, Values, at_most, figure
-from tests.scoreboard.load_disk import TROUBLES, NotPossibleError, Trouble, full
-from tests.scoreboard.load_http import judge_all, post, send
+from tests.scoreboard.loads.disk import TROUBLES, NotPossibleError, Trouble, full
+from tests.scoreboard.loads.http import judge_all, post, send
 from tests.scoreboard.served_engine import Served, served_engine
 from tests.scoreboard.streams import MODEL, Reply, completion
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from benchmarks.prompts import words
 from engine.core.key_file import add_key
 from tests.scoreboard.figure import Run, Values, at_least, at_most, figure
-from tests.scoreboard.load_http import judge_all, post
+from tests.scoreboard.loads.http import judge_all, post
 from tests.scoreboard.meters import mann_whitney_p
 from tests.scoreboard.served_engine import Served, percentile, served_engine
 from tests.scoreboard.streams import Reply, completion

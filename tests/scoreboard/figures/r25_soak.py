@@ -19,8 +19,8 @@ import psutil
 
 from benchmarks.prompts import words
 from tests.scoreboard.figure import Run, Values, at_most, figure
-from tests.scoreboard.load_http import judge_all, post, send
-from tests.scoreboard.load_observed import Looks, observed_engine
+from tests.scoreboard.loads.http import judge_all, post, send
+from tests.scoreboard.loads.observed import Looks, observed_engine
 from tests.scoreboard.meters import MEBIBYTE, slope_per_minute
 from tests.scoreboard.served_engine import Served, percentile
 from tests.scoreboard.streams import CHAT, COMPLETIONS, MODEL, Reply, completion, request_bytes

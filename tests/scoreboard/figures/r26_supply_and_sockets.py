@@ -13,10 +13,10 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from tests.scoreboard.figure import Run, Values, at_least, at_most, figure
-from tests.scoreboard.http_target import served_default_model
-from tests.security.test_code_from_data import FILES, banned_calls, parsed, shells
-from tests.security.test_sockets import sockets_of
-from tests.unit.test_structure import code_from_data, wall_clock_uses
+from tests.scoreboard.http.target import served_default_model
+from tests.security.files.test_code_from_data import FILES, banned_calls, parsed, shells
+from tests.security.processes.test_sockets import sockets_of
+from tests.unit.project.test_structure import code_from_data, wall_clock_uses
 
 PROJECT = Path(__file__).parents[3] / "pyproject.toml"
 # For each package, the first version without its known vulnerabilities.
@@ -49,7 +49,7 @@ FLOORS = {
         "dependencies_below_floor": at_most(0),
         "dependencies_without_bounds": at_most(0),
     },
-    in_quick=False,  # tests/unit/test_structure.py and tests/security are the quick version
+    in_quick=False,  # tests/unit/project/test_structure.py and tests/security are the quick version
 )
 def supply_and_sockets(run: Run) -> Values:
     trees = parsed()

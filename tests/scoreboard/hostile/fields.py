@@ -5,10 +5,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.dialect_examples import ACTS, SAME
 from tests.scoreboard.hostile import grammars, messages
 from tests.scoreboard.hostile.interp import interp
 from tests.scoreboard.hostile.values import text, words
+from tests.support.files.dialect_examples import ACTS, SAME
 
 VOCABULARY = 49_152  # of the default model
 LONG_PROMPTS = (200, 200, 200, 600, 1_500)  # in words, which are tokens here

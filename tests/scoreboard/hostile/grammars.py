@@ -4,9 +4,9 @@ import json
 import random
 from typing import Any
 
-from tests.dialect_examples import GRAMMAR, SCHEMA, TOOL
 from tests.scoreboard.hostile.values import text
-from tests.security.test_grammar_bombs import GRAMMAR_BOMBS, REGEX_BOMBS, SCHEMA_BOMBS
+from tests.security.requests.test_grammar_bombs import GRAMMAR_BOMBS, REGEX_BOMBS, SCHEMA_BOMBS
+from tests.support.files.dialect_examples import GRAMMAR, SCHEMA, TOOL
 
 LARK = 'start: "a" | "b"'
 BOMB_SHARE = 0.15

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
-from tests.dialect_examples import SAME
 from tests.scoreboard.hostile import grpc_calls
 from tests.scoreboard.hostile.cases import Hostile, encode
 from tests.scoreboard.hostile.fields import RESULTS, Known, draw_of, example
 from tests.scoreboard.hostile.values import Schema, Values, text
-from tests.scoreboard.http_bodies import least_bodies
+from tests.scoreboard.http.bodies import least_bodies
+from tests.support.files.dialect_examples import SAME
 
 GRPC = "GRPC"  # stands for the method
 NUM_FIELDS = (0, 1, 2, 3, 5, 8, 12, 16)

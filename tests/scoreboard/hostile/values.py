@@ -5,8 +5,8 @@ import random
 import string
 from typing import Any
 
-from tests.scoreboard.http_numbers import NEVER, WHOLE
-from tests.scoreboard.mutations_json import JUNK
+from tests.scoreboard.http.numbers import NEVER, WHOLE
+from tests.scoreboard.mutations.json import JUNK
 
 Schema = dict[str, Any]
 # A field without a limit of its own is bounded by the size of the body.

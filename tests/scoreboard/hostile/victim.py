@@ -13,14 +13,13 @@ from typing import Any
 import httpx
 
 from engine.core.key_file import add_key
-from tests.live_server import free_port
 from tests.scoreboard.hostile import grpc_calls, observed
 from tests.scoreboard.hostile.cases import Answer, Hostile
 from tests.scoreboard.hostile.fields import Known
 from tests.scoreboard.hostile.requests import GRPC, Generator
 from tests.scoreboard.hostile.wire import send
-from tests.scoreboard.http_bodies import MESSAGES
-from tests.scoreboard.http_target import (
+from tests.scoreboard.http.bodies import MESSAGES
+from tests.scoreboard.http.target import (
     ADMIN,
     ADMIN_KEY,
     CLIENT,
@@ -29,6 +28,7 @@ from tests.scoreboard.http_target import (
     NO_THROTTLE,
 )
 from tests.scoreboard.served_engine import MODEL, Served, served_engine
+from tests.support.servers.live_server import free_port
 
 REQUEST_TIMEOUT_S = 30.0
 BOUND_S = REQUEST_TIMEOUT_S + 60  # then an answer counts as hung, even on a busy machine

@@ -1,0 +1,177 @@
+"""A model file is read by a limited process first: what it does to a parser ends there
+(SEC-40, SEC-41, SEC-43, FLT-18; T4).
+"""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.backends.custom.engine_settings import EXAMINER, engine_options
+from engine.core.config_schema import Settings
+from engine.core.errors import ModelError, ModelFormatError
+from engine.core.interfaces.request import FromEngine, Ready
+from engine.core.sandbox import examination
+from engine.core.sandbox.examination import Examination, Reading, Spawned, StartReading, examine
+from engine.ipc.engine_process import EngineProcess
+from engine.ipc.transport import ConnectionClosedError, SocketChannel
+from tests.support.fakes.quick_engine import begun_file
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(examination, "_marks_directory", lambda: tmp_path / "examined")
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF" + bytes(100))
+    return path
+
+
+@pytest.fixture
+def process() -> Iterator[EngineProcess]:
+    process = EngineProcess()
+    yield process
+    process.discard()
+
+
+@pytest.fixture(params=["a process of its own", "a fork of the engine's process"])
+def start(request: pytest.FixtureRequest, process: EngineProcess) -> StartReading:
+    return Spawned if request.param == "a process of its own" else process.examine
+
+
+@pytest.mark.parametrize(
+    ("deed", "words"),
+    [
+        ("fill_memory", "more memory"),
+        ("spin", "memory and time"),
+        ("crash", "memory and time"),
+        ("connect", "socket."),
+        ("run_program", "subprocess.Popen"),
+        ("write_file", "open for writing"),
+        ("open_many", "Too many open files"),
+    ],
+)
+def test_a_parser_that_was_led_astray_harms_nobody(
+    model: Path, start: StartReading, deed: str, words: str
+) -> None:
+    with pytest.raises(ModelFormatError, match=words):
+        examine(
+            model, f"tests.support.fakes.hostile_parsers:{deed}", start, max_seconds=60, max_cpu_s=1
+        )
+    assert not (model.parent / "canary").exists()
+    assert not (model.parent / "examined").exists()
+
+
+def test_one_that_never_ends_is_ended(model: Path, start: StartReading) -> None:
+    with pytest.raises(ModelFormatError, match="within 1 s"):
+        examine(model, "tests.support.fakes.hostile_parsers:sleep", start, max_seconds=1)
+
+
+def test_what_the_examiner_says_is_what_the_user_reads(model: Path, start: StartReading) -> None:
+    with pytest.raises(ModelError, match="there is no model in it") as raised:
+        examine(model, "tests.support.fakes.hostile_parsers:refuse", start)
+    assert type(raised.value) is ModelError
+    with pytest.raises(ModelFormatError, match="version"):
+        examine(model, EXAMINER, start)
+
+
+def test_what_the_examiner_found_is_handed_on_unless_it_is_too_much(
+    model: Path, start: StartReading
+) -> None:
+    assert examine(model, "tests.support.fakes.hostile_parsers:find", start) == b"found" * 100_000
+    assert examine(model, "tests.support.fakes.hostile_parsers:find_too_much", start) == b""
+
+
+def test_a_fork_holds_nothing_of_the_engine(model: Path, process: EngineProcess) -> None:
+    examine(model, "tests.support.fakes.hostile_parsers:hold_three_files", process.examine)
+
+
+@pytest.mark.parametrize("reads_it", [False, True])
+def test_an_engine_that_ends_examines_nothing(
+    model: Path, process: EngineProcess, reads_it: bool
+) -> None:
+    if not reads_it:
+        process.process.send_signal(signal.SIGSTOP)
+    examination = Examination(model, "tests.support.fakes.hostile_parsers:sleep", process.examine)
+    if reads_it:
+        time.sleep(1)
+    process.process.kill()
+    process.process.wait()
+    with pytest.raises(ConnectionClosedError):
+        examination.finish()
+    assert not (model.parent / "examined").exists()
+
+
+@pytest.fixture
+def quick() -> Iterator[EngineProcess]:
+    process = EngineProcess("tests.support.fakes.quick_engine")
+    yield process
+    process.discard()
+
+
+def test_an_engine_begins_when_what_it_reads_has_passed(model: Path, quick: EngineProcess) -> None:
+    """And its first message comes behind the end of the examination, and is not lost."""
+    begun = Examination(model, "tests.support.fakes.hostile_parsers:pass_and_wait", quick.examine)
+    quick.begin(engine_options(Settings(), "native", model))
+    assert begun.finish() == b"found"
+    channel: SocketChannel[FromEngine] = SocketChannel(quick.socket, FromEngine)
+    assert [type(message) for message in channel.poll(30)] == [Ready]
+
+
+@pytest.mark.parametrize("deed", ["refuse", "crash", "fill_memory"])
+def test_an_engine_never_begins_with_what_was_refused(
+    model: Path, quick: EngineProcess, deed: str
+) -> None:
+    begun = Examination(model, f"tests.support.fakes.hostile_parsers:{deed}", quick.examine)
+    quick.begin(engine_options(Settings(), "native", model))
+    with pytest.raises(ModelError):
+        begun.finish()
+    assert quick.process.wait(30) == 0
+    assert not begun_file(model).exists()
+
+
+def test_what_is_refused_late_is_refused_all_the_same(model: Path, quick: EngineProcess) -> None:
+    begun = Examination(model, "tests.support.fakes.hostile_parsers:refuse_late", quick.examine)
+    quick.begin(engine_options(Settings(), "native", model))
+    with pytest.raises(ModelError, match="its text is bad"):
+        begun.finish()
+    assert not (model.parent / "examined").exists()
+
+
+def test_a_file_is_examined_once_until_it_changes(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = []
+
+    def start(examiner: str, path: Path, max_cpu_s: int) -> Reading:
+        runs.append(examiner)
+        return Spawned("tests.support.fakes.hostile_parsers:nothing", path, max_cpu_s)
+
+    monkeypatch.setattr(examination, "_SETTLED_SECONDS", 0.0)
+    for _ in range(3):
+        examine(model, "tests.support.fakes.hostile_parsers:nothing", start)
+    assert len(runs) == 1
+    model.write_bytes(b"GGUF" + bytes(101))
+    examine(model, "tests.support.fakes.hostile_parsers:nothing", start)
+    assert len(runs) == 2
+    examine(model, "tests.support.fakes.hostile_parsers:refuse", start)
+    assert len(runs) == 3
+    (mark, _) = (model.parent / "examined").iterdir()
+    mark.chmod(0o666)
+    os.utime(mark)
+    examine(model, "tests.support.fakes.hostile_parsers:nothing", start)
+    examine(model, "tests.support.fakes.hostile_parsers:refuse", start)
+    assert len(runs) == 4, "a mark that others may have made counts for nothing"
+
+
+def test_an_examination_goes_on_beside_its_caller(model: Path) -> None:
+    begun = Examination(model, "tests.support.fakes.hostile_parsers:refuse")
+    assert begun.is_under_way
+    with pytest.raises(ModelError, match="there is no model in it"):
+        begun.finish()
+
+
+def test_the_default_model_passes(default_model: Path, model: Path, start: StartReading) -> None:
+    examine(default_model, EXAMINER, start)

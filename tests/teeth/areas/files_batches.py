@@ -1,0 +1,149 @@
+"""Mutations of files, batches and their listings."""
+
+from tests.teeth.mutation import Mutation
+
+MUTATIONS = [
+    Mutation(
+        "lists: a full last page has more",
+        "engine.servers.http.listing",
+        '"has_more": len(items) > limit',
+        '"has_more": len(items) >= limit',
+        "tests/unit/servers/openai/test_openai_format.py::test_a_page_that_ends_with_the_last_item_has_no_more",
+    ),
+    Mutation(
+        "batches: a page begins with the last one's end",
+        "engine.servers.batches.store",
+        '((after, "<"), (before, ">"))',
+        '((after, "<="), (before, ">"))',
+        "tests/unit/servers/batches/test_server_batches.py::test_pages_and_unknown_batches",
+    ),
+    Mutation(
+        "batches: anybody reads anybody's",
+        "engine.servers.batches.store",
+        'AND owner = COALESCE(?, owner)"\n    row = db.execute(query, (batch_id, owner))',
+        '"\n    row = db.execute(query, (batch_id,))',
+        "tests/unit/servers/access/test_server_tenants.py::test_a_batch_and_its_file_are_nothing_to_another",
+    ),
+    Mutation(
+        "message batches: a page before a batch begins with the newest",
+        "engine.servers.batches.store",
+        'direction = "DESC" if before is None else "ASC"',
+        'direction = "DESC"',
+        "tests/unit/servers/batches/test_server_message_batches.py::test_pages_go_both_ways",
+    ),
+    Mutation(
+        "message batches: the input stays among its owner's files",
+        "engine.servers.batches.store",
+        'f"{new.id}.jsonl", new.created_at, begin',
+        'f"{new.id}.jsonl", new.expires_at, begin',
+        "tests/unit/servers/batches/test_server_message_batches.py"
+        "::test_the_files_of_a_batch_are_not_its_owners_input",
+    ),
+    Mutation(
+        "message batches: what was cancelled is an error",
+        "engine.servers.batches.results",
+        '{"type": "canceled" if status == "cancelled" else status}',
+        '{"type": "errored"}',
+        "tests/unit/servers/batches/test_server_message_batches.py"
+        "::test_a_cancelled_batch_says_what_was_not_answered",
+    ),
+    Mutation(
+        "batches: cached tokens are not summed",
+        "engine.servers.batches.results",
+        "cached_tokens=read.cached_tokens or 0,",
+        "cached_tokens=0,",
+        "tests/unit/servers/openai/test_openai_format.py::test_a_line_costs_what_its_answer_says_in_either_words",
+    ),
+    Mutation(
+        "batches: tokens of responses are not summed",
+        "engine.servers.batches.results",
+        "counts.completion_tokens or counts.output_tokens",
+        "counts.completion_tokens",
+        "tests/unit/servers/openai/test_openai_format.py::test_a_line_costs_what_its_answer_says_in_either_words",
+    ),
+    Mutation(
+        "batches: tokens of reasoning are not summed",
+        "engine.servers.batches.results",
+        "written.reasoning_tokens or 0",
+        "0",
+        "tests/unit/servers/openai/test_openai_format.py::test_a_line_costs_what_its_answer_says_in_either_words",
+    ),
+    Mutation(
+        "batches: lines come before people",
+        "engine.servers.serving.generation_context",
+        "return OFFLINE_PRIORITY if is_acting(request.scope) else 0",
+        "return 0",
+        "tests/unit/servers/batches/test_server_batches.py::test_every_line_is_answered_in_order",
+    ),
+    Mutation(
+        "batches: a line is refused for lack of room",
+        "engine.servers.batches.run",
+        "answer.status not in (429, 503, ABANDONED)",
+        "answer.status not in (503, ABANDONED)",
+        "tests/unit/servers/batches/test_server_batches.py::test_being_refused_for_lack_of_room_is_waited_out",
+    ),
+    Mutation(
+        "files: room for uploads is never given back",
+        "engine.servers.files.store",
+        "                self.num_arriving[owner] -= draft.num_bytes\n",
+        "                pass\n",
+        "tests/unit/servers/files/test_server_files.py::test_a_full_storage_refuses_and_keeps_nothing",
+    ),
+    Mutation(
+        "files: the newest are never first",
+        "engine.servers.files.store",
+        '(">", "ASC") if order == "asc" else ("<", "DESC")',
+        '(">", "ASC")',
+        "tests/unit/servers/files/test_server_files.py::test_pages",
+    ),
+    Mutation(
+        "files: one that a batch reads is deleted",
+        "engine.servers.files.store",
+        "            if held:\n",
+        "            if False:\n",
+        "tests/unit/servers/files/test_storage.py::test_a_file_that_a_batch_reads_stays",
+    ),
+    Mutation(
+        "files: uploads at once may fill the disk",
+        "engine.servers.files.store",
+        "self._store.check_room(self._owner, Used(num_own, num_all), len(data))",
+        "self._store.check_room(self._owner, self._used, len(data))",
+        "tests/unit/servers/files/test_storage.py::test_uploads_that_arrive_together_share_the_room",
+    ),
+    Mutation(
+        "uploads: anybody ends anybody's",
+        "engine.servers.files.uploads",
+        '"SELECT * FROM uploads WHERE id = ? AND owner = ?", (upload_id, owner)',
+        '"SELECT * FROM uploads WHERE id = ?", (upload_id,)',
+        "tests/unit/servers/access/test_server_tenants.py::test_a_batch_and_its_file_are_nothing_to_another",
+    ),
+    Mutation(
+        "uploads: a part is left in the storage for ever",
+        "engine.servers.files.store",
+        "(is_ready OR purpose = ?) AND expires_at <= ?",
+        "(is_ready AND purpose <> ?) AND expires_at <= ?",
+        "tests/unit/servers/files/test_server_uploads.py::test_an_upload_survives_a_restart_and_expires",
+    ),
+    Mutation(
+        "uploads: the digest is not compared",
+        "engine.servers.files.uploads",
+        "md5 is not None and md5.lower() != digest.hexdigest()",
+        "False",
+        "tests/unit/servers/files/test_server_uploads.py::test_what_is_wrong_leaves_the_upload_pending",
+    ),
+    Mutation(
+        "uploads: the final file counts beside its parts",
+        "engine.servers.files.uploads",
+        "self._files.upload(upload.owner, num_freed=num_bytes)",
+        "self._files.upload(upload.owner)",
+        "tests/unit/servers/files/test_server_uploads.py::test_parts_count_towards_the_storage_limit_once",
+    ),
+    Mutation(
+        "batches: a batch that is cancelled while it waits keeps a slot",
+        "engine.servers.batches.run",
+        "        if watching.done() and taking.done():\n"
+        "            self._bench.slots.release(owner)\n",
+        "",
+        "tests/unit/servers/batches/test_server_batches_resume.py::test_a_batch_that_must_stop_takes_no_slot",
+    ),
+]

@@ -1,0 +1,66 @@
+"""Mistakes in what is measured of a request, and in who may see it."""
+
+from tests.teeth.mutation import Mutation
+
+EXPLAIN_TESTS = "tests/unit/servers/ops/test_explain.py"
+API_TESTS = "tests/unit/servers/ops/test_requests_api.py"
+NAMED = f"{EXPLAIN_TESTS}::test_the_cause_in_the_engine_is_named"
+
+MUTATIONS = [
+    Mutation(
+        "insight: a lack of blocks looks like a lack of budget",
+        "engine.runtime.scheduler",
+        "                self.clock.block(BLOCKS)\n",
+        "                self.clock.block(BUDGET)\n",
+        f"{NAMED}[blocks]",
+    ),
+    Mutation(
+        "insight: time that others spent waiting counts for a held sequence",
+        "engine.runtime.insight.timekeeping",
+        "        for reason in (STEP, BUDGET, BLOCKS):\n",
+        "        for reason in (STEP, BUDGET):\n",
+        f"{EXPLAIN_TESTS}::test_what_others_wait_for_does_not_count_for_a_held_sequence",
+    ),
+    Mutation(
+        "insight: a prompt that was never computed counts as evicted",
+        "engine.runtime.insight.timekeeping",
+        "        while count < len(chain) and chain[count] in seen:\n",
+        "        while count < len(chain):\n",
+        f"{NAMED}[cold]",
+    ),
+    Mutation(
+        "insight: a tenant finds the requests of others by their ids",
+        "engine.servers.http.history",
+        "        for each in self.newest(tenant):\n",
+        "        for each in self.newest(None):\n",
+        f"{API_TESTS}::test_a_tenant_sees_its_own_requests_and_the_admin_all",
+    ),
+    Mutation(
+        "insight: what happened to a client that left is lost",
+        "engine.frontend.survival",
+        "        self._left[request_id] = notes\n",
+        "",
+        f"{API_TESTS}::test_a_client_that_leaves_is_explained_too",
+    ),
+    Mutation(
+        "insight: kernels are timed although nobody watches",
+        "engine.runtime.insight.snapshot",
+        "            self._time_kernels(False)\n",
+        "            pass\n",
+        "tests/unit/servers/ops/test_live.py::test_kernels_are_timed_only_while_somebody_watches",
+    ),
+    Mutation(
+        "replay: only the length of an answer is compared",
+        "engine.servers.ops.replay",
+        "    if list(again[: len(recorded)]) == list(recorded):\n",
+        "    if len(again) >= len(recorded):\n",
+        "tests/unit/servers/ops/test_replay.py::test_a_difference_is_found",
+    ),
+    Mutation(
+        "replay: a recorded request loses its seed",
+        "engine.backends.custom.base_custom",
+        "            params = msgspec.structs.replace(params, seed=secrets.randbits(62))\n",
+        "            pass\n",
+        "tests/unit/servers/ops/test_replay.py::test_recorded_requests_give_the_same_tokens",
+    ),
+]

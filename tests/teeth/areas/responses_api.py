@@ -1,0 +1,151 @@
+"""Mutations of /v1/responses and its storage."""
+
+from tests.teeth.mutation import Mutation
+
+MUTATIONS = [
+    Mutation(
+        "responses: the prompt's tokens are told as the answer's",
+        "engine.servers.responses.format",
+        '"output_tokens": usage.completion_tokens,',
+        '"output_tokens": usage.prompt_tokens,',
+        "tests/unit/servers/responses/test_server_responses.py::test_a_whole_response",
+    ),
+    Mutation(
+        "responses: what was cut off is complete",
+        "engine.servers.responses.output",
+        'is_complete=event.reason != "length"',
+        "is_complete=True",
+        "tests/unit/servers/responses/test_server_responses.py::test_an_answer_that_is_cut_off_is_incomplete",
+    ),
+    Mutation(
+        "responses: two calls are one",
+        "engine.servers.responses.output",
+        "(current.kind, current.key) != (kind, key)",
+        "current.kind != kind",
+        "tests/unit/servers/responses/test_server_responses.py::test_text_then_calls",
+    ),
+    Mutation(
+        "responses: references are nobody's",
+        "engine.servers.responses.create",
+        "turns = await self._store.turns(wanted, owner)",
+        'turns = await self._store.turns(wanted, "")',
+        "tests/unit/servers/access/test_server_tenants.py::test_a_reference_is_to_ones_own_items",
+    ),
+    Mutation(
+        "responses: what could not be stored says that it is",
+        "engine.servers.responses.create",
+        'response = response | {"store": False}',
+        "pass",
+        "tests/unit/servers/responses/test_server_responses_store.py::test_a_disk_that_fills_up_during_the_answer",
+    ),
+    Mutation(
+        "responses: anybody reads anybody's",
+        "engine.servers.serving.objects",
+        'WHERE id = ? AND owner = ? AND kept_until > ?",\n'
+        "            (object_id, owner, self.now())",
+        'WHERE id = ? AND ? = ? AND kept_until > ?",\n'
+        "            (object_id, owner, owner, self.now())",
+        "tests/unit/servers/responses/test_server_responses_store.py::test_only_the_owner_sees_a_response",
+    ),
+    Mutation(
+        "background: a response ends with its client",
+        "engine.servers.responses.create",
+        "is_awaited = not body.background",
+        "is_awaited = True",
+        "tests/unit/servers/responses/test_server_background.py::test_a_response_is_polled_and_continued",
+    ),
+    Mutation(
+        "background: a stream begins again",
+        "engine.servers.responses.format",
+        '        if number <= self._after:\n            return b""\n',
+        "",
+        "tests/unit/servers/responses/test_server_background.py::test_a_stream_goes_on_where_it_was_left",
+    ),
+    Mutation(
+        "background: a slow reader's events are merged",
+        "engine.servers.serving.sse",
+        "is_slow = self._merges and pump.has_pending",
+        "is_slow = pump.has_pending",
+        "tests/unit/servers/responses/test_server_background.py::test_a_slow_reader_counts_like_a_quick_one",
+    ),
+    Mutation(
+        "background: anybody cancels anybody's",
+        "engine.servers.responses.background",
+        "job is not None and job.owner == owner",
+        "job is not None",
+        "tests/unit/servers/responses/test_server_background.py::test_only_the_owner_sees_it",
+    ),
+    Mutation(
+        "background: a dead server's response is queued for ever",
+        "engine.servers.responses.background",
+        "        if not lock.acquire():\n            return False\n",
+        "        return False\n",
+        "tests/unit/servers/responses/test_server_background.py::test_a_killed_servers_response_has_failed",
+    ),
+    Mutation(
+        "background: a response that is being made is continued",
+        "engine.servers.responses.store",
+        "    if made.status in UNFINISHED:\n",
+        "    if False:\n",
+        "tests/unit/servers/responses/test_server_background.py::test_a_response_is_polled_and_continued",
+    ),
+    Mutation(
+        "compaction: a summary replaces the instructions",
+        "engine.servers.responses.messages",
+        'first | {"content": f"{first[\'content\']}\\n\\n{summary}"}',
+        'first | {"content": summary}',
+        "tests/unit/servers/responses/test_server_responses_sdk.py::test_a_conversation_is_compacted_and_goes_on",
+    ),
+    Mutation(
+        "compaction: a question is followed by another user message",
+        "engine.servers.responses.compact",
+        'if last["role"] != "user":',
+        "if True:",
+        "tests/unit/servers/responses/test_server_responses_sdk.py::test_a_last_question_is_compacted_with_the_rest",
+    ),
+    Mutation(
+        "conversations: an answer is not added",
+        "engine.servers.responses.create",
+        'new = items + response["output"]',
+        "new = items",
+        "tests/unit/servers/responses/test_server_conversations.py"
+        "::test_a_response_continues_and_extends_a_conversation",
+    ),
+    Mutation(
+        "conversations: one that was read last is deleted first",
+        "engine.servers.serving.objects",
+        'num_bytes = num_bytes + ? WHERE id = ?", (num_bytes, object_id)\n        )\n'
+        "        self.keep(connection, [object_id])\n",
+        'num_bytes = num_bytes + ? WHERE id = ?", (num_bytes, object_id)\n        )\n',
+        "tests/unit/servers/responses/test_server_conversations.py"
+        "::test_it_is_its_owners_survives_a_restart_and_makes_room",
+    ),
+    Mutation(
+        "conversations: an item is added again",
+        "engine.servers.responses.create",
+        "            _check_new(body.input, earlier)\n",
+        "",
+        "tests/unit/servers/responses/test_server_conversations.py::test_an_item_is_in_a_conversation_once",
+    ),
+    Mutation(
+        "responses: a page begins with the last one's end",
+        "engine.servers.http.listing",
+        "items[ids.index(after) + 1 :]",
+        "items[ids.index(after) :]",
+        "tests/unit/servers/responses/test_server_responses_store.py::test_input_items_by_pages",
+    ),
+    Mutation(
+        "responses: only the last turn is kept longer",
+        "engine.servers.responses.create",
+        "[turn.id for turn in turns]",
+        "[turn.id for turn in turns[-1:]]",
+        "tests/unit/servers/responses/test_server_responses_store.py::test_every_turn_of_a_conversation_is_kept_as_long_as_its_last",
+    ),
+    Mutation(
+        "responses: tools that can't run are refused",
+        "engine.servers.responses.tools",
+        '*("tool_search", "web_search",',
+        '*("tool_search",',
+        "tests/unit/servers/responses/test_server_responses_requests.py::test_tools_that_cannot_run_are_left_out",
+    ),
+]
