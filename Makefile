@@ -11,7 +11,7 @@ PYTEST := $(BIN)/python -m pytest
 LEVELS := scoreboard ui e2e parity security native property unit
 QUICK := tests/unit tests/property $(addprefix tests/parity/,native/test_native_models.py models/test_ir_models.py native/test_quants.py)
 SLOW := slow or gpu or network or vllm or clients
-CODE := engine tests benchmarks examples
+CODE := engine engine_tools tests benchmarks examples
 CPP := csrc/*/*.cpp csrc/*/*.h tests/native/emulated/*.cpp engine/torch/kernels/cuda/*.cu*
 step = @printf '\n==> %s\n' "$(1)"
 
@@ -170,7 +170,7 @@ sbom: $(VENV)/.serve $(TOOLS)/.created ## Write what the environment holds as Cy
 
 clean: ## Remove the virtual environment and every cache
 	rm -rf $(VENV) $(VLLM) .clients build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find engine tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find engine engine_tools tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp, not the interpreter, which appears before the environment is complete.
 $(VENV)/.created:

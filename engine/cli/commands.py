@@ -54,7 +54,7 @@ GROUPS = {
         "bench": ("engine.cli.ops.bench:bench", "Measure any server under load."),
         "admin": ("engine.cli.ops.admin:app", "Look at and change a running server."),
         "replay": ("engine.cli.ops.replay:replay", "Run a recorded request again and compare it."),
-        "triton": ("engine.cli.triton.export:app", "Make it a model of a Triton server."),
+        "triton": ("engine_tools.triton.export:app", "Make it a model of a Triton server."),
         "conformance": (
             "engine.cli.conformance:conformance",
             "Check any server against what clients rely on.",

@@ -16,11 +16,11 @@ from engine.cli.console import ConfigOption, JsonOption, load_cli_settings, mess
 from engine.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from engine.compare.contenders import Contender
-    from engine.compare.prompts import ComparedPrompt
-    from engine.compare.report import ComparedBackend
-    from engine.compare.run import Plan, Trial
     from engine.core.config_schema import Settings
+    from engine_tools.compare.contenders import Contender
+    from engine_tools.compare.prompts import ComparedPrompt
+    from engine_tools.compare.report import ComparedBackend
+    from engine_tools.compare.run import Plan, Trial
 
 MIN_BACKENDS = 2
 BackendsOption = Annotated[
@@ -78,9 +78,9 @@ def compare(
 
     Exits with 1 if a backend agrees with the first one on less than --fail-below.
     """
-    from engine.compare.prompts import read_prompts
-    from engine.compare.report import rows_of
-    from engine.compare.run import Plan
+    from engine_tools.compare.prompts import read_prompts
+    from engine_tools.compare.report import rows_of
+    from engine_tools.compare.run import Plan
 
     settings = load_cli_settings(config).settings
     contenders = _contenders(backends, option or [], model, settings)
@@ -101,7 +101,7 @@ def compare(
 def _contenders(
     words: str, options: list[str], model: str | None, settings: "Settings"
 ) -> "list[Contender]":
-    from engine.compare.contenders import Contender, find_contenders
+    from engine_tools.compare.contenders import Contender, find_contenders
 
     configured = {
         name: Contender(name, table.kind, table.model, table.options)
@@ -115,7 +115,7 @@ def _contenders(
 
 
 async def _run(contenders: "list[Contender]", plan: "Plan") -> "list[Trial]":
-    from engine.compare.run import run_all
+    from engine_tools.compare.run import run_all
 
     with messages().status("") as status:
         return await run_all(contenders, plan, lambda text: status.update(text))
@@ -124,14 +124,14 @@ async def _run(contenders: "list[Contender]", plan: "Plan") -> "list[Trial]":
 def _print_json(
     rows: "list[ComparedBackend]", asked: "list[ComparedPrompt]", tie: float, fail_below: float
 ) -> None:
-    from engine.compare.report import as_json
+    from engine_tools.compare.report import as_json
 
     limits = {"tie_nats": tie, "fail_below": fail_below}
     print(json.dumps(limits | as_json(rows, asked), indent=2))
 
 
 def _print_tables(rows: "list[ComparedBackend]", asked: "list[ComparedPrompt]", show: int) -> None:
-    from engine.compare.report import as_table, differences_table, error_lines
+    from engine_tools.compare.report import as_table, differences_table, error_lines
 
     console = output()
     console.print(as_table(rows))

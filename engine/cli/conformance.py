@@ -13,8 +13,8 @@ import typer
 from engine.cli.console import ApiKeyFileOption, JsonOption, messages, output, read_api_key
 
 if TYPE_CHECKING:
-    from engine.conformance.rule import Result
-    from engine.conformance.target import Target
+    from engine_tools.conformance.rule import Result
+    from engine_tools.conformance.target import Target
 
 
 def conformance(
@@ -34,8 +34,8 @@ def conformance(
 
     Exits with 1 if a rule is broken.
     """
-    from engine.conformance.report import as_json as report_json
-    from engine.conformance.report import as_table, counts, summary
+    from engine_tools.conformance.report import as_json as report_json
+    from engine_tools.conformance.report import as_table, counts, summary
 
     target, results = asyncio.run(_run(url, model, read_api_key(api_key_file), only or [], timeout))
     if as_json:
@@ -52,8 +52,8 @@ def conformance(
 async def _run(
     url: str, model: str | None, api_key: str | None, only: list[str], timeout_s: float
 ) -> "tuple[Target, list[Result]]":
-    from engine.conformance.rules import GROUPS
-    from engine.conformance.run import find_target, new_client, run_rules
+    from engine_tools.conformance.rules import GROUPS
+    from engine_tools.conformance.run import find_target, new_client, run_rules
 
     async with new_client(url, api_key, timeout_s) as client:
         target = await find_target(client, model)

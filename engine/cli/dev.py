@@ -1,4 +1,4 @@
-"""`engine dev NAME`: runs a script of `engine/scripts/dev` and passes on its arguments."""
+"""`engine dev NAME`: runs a script of `engine_tools/dev` and passes on its arguments."""
 
 import sys
 from importlib import import_module
@@ -34,7 +34,7 @@ def _add(name: str, description: str) -> None:
     @app.command(name, help=description, context_settings=_PASSED_ON)
     def run(context: typer.Context) -> None:
         sys.argv[0] = f"engine dev {name}"
-        import_module(f"engine.scripts.dev.{name}").main(context.args)
+        import_module(f"engine_tools.dev.{name}").main(context.args)
 
 
 for _name, _description in SCRIPTS.items():

@@ -218,9 +218,9 @@ def inspect(
         if not graph:
             _print_model(source, context, batch, as_json=as_json, list_tensors=tensors)
             return
-        from engine.cli.graph.drawing import write_graph
-        from engine.cli.graph.facts import StepSize
-        from engine.cli.graph.report import describe_graph
+        from engine_tools.graph.drawing import write_graph
+        from engine_tools.graph.facts import StepSize
+        from engine_tools.graph.report import describe_graph
 
         count = tokens or 1
         usual = count if prompt else min(GRAPH_CONTEXT, source.config.max_position)

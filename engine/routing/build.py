@@ -208,7 +208,7 @@ def _shadow(
     if not wanted:
         return None
     from engine.routing.metrics import ShadowMetrics
-    from engine.routing.shadow import Shadow, ShadowRoute  # late: few servers use it
+    from engine.routing.shadow.traffic import Shadow, ShadowRoute  # late: few servers use it
 
     routes = [
         ShadowRoute(

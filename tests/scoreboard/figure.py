@@ -149,6 +149,6 @@ def all_figures() -> dict[str, Figure]:
     """All figures by id, in order."""
     from tests.scoreboard import figures
 
-    for module in pkgutil.iter_modules(figures.__path__):
-        importlib.import_module(f"{figures.__name__}.{module.name}")
+    for module in pkgutil.walk_packages(figures.__path__, f"{figures.__name__}."):
+        importlib.import_module(module.name)
     return dict(sorted(_FIGURES.items()))

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import httpx
 
-from engine.conformance.sse import DONE, read_stream
+from engine_tools.conformance.sse import DONE, read_stream
 
 ERROR_KEYS = {"message", "type", "param", "code"}
 COMPLETIONS = "/v1/completions"

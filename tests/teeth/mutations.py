@@ -1,6 +1,6 @@
 """Mutations of the runtime and of its fault containment: one for each invariant and guard."""
 
-from tests.teeth.areas import all_rooms
+from tests.teeth.areas import all_areas
 from tests.teeth.edge_mutations import EDGE
 from tests.teeth.mutation import MACHINE, SCHEDULES, Mutation
 
@@ -392,4 +392,4 @@ GUARDS = [
     ),
 ]
 
-MUTATIONS = {each.name: each for each in INVARIANTS + GUARDS + EDGE + all_rooms()}
+MUTATIONS = {each.name: each for each in INVARIANTS + GUARDS + EDGE + all_areas()}

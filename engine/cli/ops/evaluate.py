@@ -16,10 +16,10 @@ from engine.cli.console import ConfigOption, JsonOption, load_cli_settings, mess
 from engine.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from engine.compare.contenders import Contender
     from engine.core.config_schema import Settings
-    from engine.evaluation.items import Item
-    from engine.evaluation.run import Evaluated, EvaluationPlan
+    from engine_tools.compare.contenders import Contender
+    from engine_tools.evaluation.items import Item
+    from engine_tools.evaluation.run import Evaluated, EvaluationPlan
 
 
 def evaluate(
@@ -66,8 +66,8 @@ def evaluate(
     A line has `question` (or `messages`) and one of: `answer`, `choices` with `answer`, `schema`,
     or `criteria` for a judge. The first of --models is what the others are compared with.
     """
-    from engine.evaluation.items import read_items
-    from engine.evaluation.run import EvaluationPlan
+    from engine_tools.evaluation.items import read_items
+    from engine_tools.evaluation.run import EvaluationPlan
 
     settings = load_cli_settings(config).settings
     items = read_items(file, check)[:limit]
@@ -86,8 +86,8 @@ def _run(
     plan: "EvaluationPlan",
     out: Path | None,
 ) -> "list[Evaluated]":
-    from engine.evaluation.results import ResultFile
-    from engine.evaluation.run import evaluate
+    from engine_tools.evaluation.results import ResultFile
+    from engine_tools.evaluation.run import evaluate
 
     results = ResultFile(out, plan.settings)
     try:
@@ -102,7 +102,7 @@ def _contenders(
 ) -> "list[Contender]":
     """A word that `engine compare` does not know is the name of a model."""
     from engine.backends.custom.engine_settings import default_backend
-    from engine.compare.contenders import URL_KIND, Contender, find_contenders
+    from engine_tools.compare.contenders import URL_KIND, Contender, find_contenders
 
     named = [word.strip() for word in words if word.strip()] or [settings.model.model_path]
     known = {
@@ -123,7 +123,7 @@ def _contenders(
 
 
 def _show(found: "list[Evaluated]", items: "list[Item]", show: int, as_json: bool) -> None:
-    from engine.evaluation import report
+    from engine_tools.evaluation import report
 
     if as_json:
         print(json.dumps(report.as_json(found), indent=2))

@@ -53,7 +53,7 @@ async def _run(
     url: str, api_key: str | None, interval_s: float, is_live: bool, as_json: bool
 ) -> None:
     from engine.cli.ops.top_data import look
-    from engine.conformance.run import new_client
+    from engine_tools.conformance.run import new_client
 
     async with new_client(url, api_key, TIMEOUT_S) as client:
         first = await look(client)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from engine.conformance.rules import GROUPS
-from engine.conformance.run import find_target, new_client, run_rules
+from engine_tools.conformance.rules import GROUPS
+from engine_tools.conformance.run import find_target, new_client, run_rules
 
 # A server without a key and without CORS, that was never full, with a model that can't rerank.
 EXPECTED_SKIPS = {"ERR-19", "ERR-20", "ROB-08", "RRK-01", "RRK-02", "RRK-03"}

@@ -8,8 +8,8 @@ import openai
 import pytest
 
 from engine.backends.openai import OpenAIBackend, OpenAIConfig
-from engine.conformance.rules import GROUPS
-from engine.conformance.run import find_target, new_client, run_rules
+from engine_tools.conformance.rules import GROUPS
+from engine_tools.conformance.run import find_target, new_client, run_rules
 from tests.support.servers.live_server import events_of, live_server, wait_until
 
 CHAT = "/v1/chat/completions"

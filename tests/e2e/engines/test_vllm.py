@@ -21,8 +21,8 @@ import psutil
 import pytest
 
 from benchmarks.machine import vllm_dtype
-from engine.conformance.rules import GROUPS
-from engine.conformance.run import find_target, new_client, run_rules
+from engine_tools.conformance.rules import GROUPS
+from engine_tools.conformance.run import find_target, new_client, run_rules
 from tests.support.servers.live_server import free_port
 from tests.support.servers.served import ServedEngine, serve
 

@@ -14,7 +14,9 @@ from engine.cli.commands import app
 from engine.cli.dev import SCRIPTS
 from engine.conversion.convert import open_source
 from engine.core.text.tokenizer import Tokenizer
-from engine.scripts.dev import (
+from engine.tools.inspection import first_layers, frameworks, layer_outputs
+from engine.weights.model import open_model
+from engine_tools.dev import (
     benchmark_layers,
     finetune_tiny,
     profile_inference,
@@ -22,10 +24,8 @@ from engine.scripts.dev import (
     single_file_llama,
     test_gpt2_equivalence,
 )
-from engine.scripts.dev.test_gpt2_equivalence import FAMILIES, save_tiny
-from engine.scripts.reference import monolithic_gpt2
-from engine.tools.inspection import first_layers, frameworks, layer_outputs
-from engine.weights.model import open_model
+from engine_tools.dev.test_gpt2_equivalence import FAMILIES, save_tiny
+from engine_tools.reference import monolithic_gpt2
 from tests.support.files import tokenizer_files
 from tests.support.files.checkpoint_folders import write_hf, write_llama2c
 

@@ -7,6 +7,7 @@ from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
+PACKAGES = ("engine", "engine_tools")
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,8 +30,10 @@ class Source:
 
 
 @cache
-def sources(folder: str = "engine") -> tuple[Source, ...]:
-    paths = sorted((ROOT / folder).rglob("*.py"))
+def sources(*folders: str) -> tuple[Source, ...]:
+    """The sources below these folders; of both packages if none is named."""
+    roots = [ROOT / each for each in folders or PACKAGES]
+    paths = sorted(path for root in roots for path in root.rglob("*.py"))
     texts = [(path, path.read_text(encoding="utf-8")) for path in paths]
     return tuple(Source(path, text, ast.parse(text)) for path, text in texts)
 

@@ -19,14 +19,14 @@ MUTATIONS = [
     ),
     Mutation(
         "compare: an unknown gap is a tie",
-        "engine.compare.agreement",
+        "engine.routing.shadow.agreement",
         "not gap.is_bound and ",
         "",
         "tests/unit/tools/test_compare.py::test_a_token_that_is_no_alternative_is_never_a_tie",
     ),
     Mutation(
         "compare: one side's preference is the gap",
-        "engine.compare.agreement",
+        "engine.routing.shadow.agreement",
         "Gap(sum(lead.nats for lead in known)",
         "Gap(max(lead.nats for lead in known)",
         "tests/unit/tools/test_compare.py"
@@ -34,7 +34,7 @@ MUTATIONS = [
     ),
     Mutation(
         "compare: every ending is the same",
-        "engine.compare.agreement",
+        "engine.routing.shadow.agreement",
         "    same_finish = reference.finish_reason == other.finish_reason\n",
         "    same_finish = True\n",
         "tests/unit/tools/test_compare.py"

@@ -11,7 +11,7 @@ from engine.core.errors import ResourceError
 from engine.core.sandbox import exhaustion
 from engine.core.sandbox.exhaustion import limit_too_small, what_ran_out
 from engine.worker import main as worker
-from tests.scoreboard.figures import r27_broken_starts as starts
+from tests.scoreboard.figures.faults import r27_broken_starts as starts
 
 THREAD = RuntimeError("can't start new thread")
 

@@ -12,7 +12,7 @@ import pytest
 
 from engine.cli.commands import COMMANDS, LazyCommand
 from engine.core.config_schema import SECTIONS, setting_keys
-from engine.scripts.dev import module_map, reference_pages
+from engine_tools.dev import module_map, reference_pages
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
@@ -96,7 +96,7 @@ def test_named_modules_scripts_and_settings_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     modules = re.findall(r"\bpython3? -m ((?:engine|benchmarks|tests)\.[\w.]+)", text)
     scripts = [
-        f"engine.scripts.dev.{name}" for name in re.findall(r"`engine\s+dev\s+([a-z][\w-]*)", text)
+        f"engine_tools.dev.{name}" for name in re.findall(r"`engine\s+dev\s+([a-z][\w-]*)", text)
     ]
     paths = [ROOT / each.rstrip(".").replace(".", "/") for each in (*modules, *scripts)]
     assert [str(each) for each in paths if not is_module(each)] == []

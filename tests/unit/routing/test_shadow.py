@@ -21,9 +21,9 @@ from engine.core.interfaces.backend import (
 from engine.core.interfaces.interp import Capture, Edit, InterpRequest, Lens
 from engine.core.interfaces.notes import RequestNotes
 from engine.core.interfaces.request import SamplingParams
-from engine.routing import shadow as shadow_module
 from engine.routing.metrics import ShadowMetrics
-from engine.routing.shadow import Mirror, Shadow, ShadowRoute
+from engine.routing.shadow import traffic as shadow_module
+from engine.routing.shadow.traffic import Mirror, Shadow, ShadowRoute
 from tests.support.fakes.fake_backend import DEFAULT_WORDS, FakeBackend
 
 USAGE = UsageEvent(prompt_tokens=1, completion_tokens=1, cached_tokens=0)

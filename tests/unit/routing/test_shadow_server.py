@@ -16,7 +16,7 @@ from engine.routing.policies import make_policy
 from engine.routing.replica import Member, Replica
 from engine.routing.route import Route
 from engine.routing.router import Router
-from engine.routing.shadow import MAX_CONCURRENT, Shadow, ShadowRoute
+from engine.routing.shadow.traffic import MAX_CONCURRENT, Shadow, ShadowRoute
 from tests.support.fakes.fake_backend import FakeBackend
 from tests.support.servers.live_server import LiveServer, events_of, live_server, wait_until
 

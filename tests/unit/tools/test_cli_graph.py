@@ -17,15 +17,15 @@ from typer.testing import CliRunner
 
 from engine.architectures.base import EncoderConfig
 from engine.cli.commands import app
-from engine.cli.graph import report as graph_report
-from engine.cli.graph.drawing import graph_dot, graph_svg
-from engine.cli.graph.facts import BEFORE, Report, StepSize, by_nodes, fold
-from engine.cli.graph.report import describe_graph
-from engine.cli.graph.text import graph_text
 from engine.core.errors import ConfigError, ModelFormatError
 from engine.native.compiled import kernels
 from engine.native.execution import build, timing
 from engine.weights.model import ModelSource, open_model
+from engine_tools.graph import report as graph_report
+from engine_tools.graph.drawing import graph_dot, graph_svg
+from engine_tools.graph.facts import BEFORE, Report, StepSize, by_nodes, fold
+from engine_tools.graph.report import describe_graph
+from engine_tools.graph.text import graph_text
 from tests.support.files.gguf_files import gguf_layout, random_weights, tiny_config, write_gguf
 
 ONE = StepSize(1, 32, is_prompt=False)

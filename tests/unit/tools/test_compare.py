@@ -7,12 +7,6 @@ import pytest
 from typer.testing import CliRunner
 
 from engine.cli.commands import app
-from engine.compare.agreement import END, compare_answers
-from engine.compare.answers import ComparedAnswer
-from engine.compare.contenders import Contender, find_contenders
-from engine.compare.prompts import read_prompts
-from engine.compare.report import percentile
-from engine.compare.run import NUM_ALTERNATIVES, Plan, run_all
 from engine.core.errors import ConfigError, InvalidRequestError, UnavailableError
 from engine.core.interfaces.backend import (
     CompletionRequest,
@@ -23,6 +17,12 @@ from engine.core.interfaces.backend import (
     ToolCallEvent,
     TopLogprob,
 )
+from engine.routing.shadow.agreement import END, compare_answers
+from engine.routing.shadow.compared_answer import ComparedAnswer
+from engine_tools.compare.contenders import Contender, find_contenders
+from engine_tools.compare.prompts import read_prompts
+from engine_tools.compare.report import percentile
+from engine_tools.compare.run import NUM_ALTERNATIVES, Plan, run_all
 from tests.support.fakes.fake_backend import FakeBackend
 
 STOP = "<|im_end|>"
@@ -230,7 +230,7 @@ def fakes(monkeypatch):
     """Backends by name, in place of real ones."""
     made: dict[str, FakeBackend] = {}
     monkeypatch.setattr(
-        "engine.compare.run.make_backend",
+        "engine_tools.compare.run.make_backend",
         lambda kind, model, options: made[options.get("base_url", kind)],
     )
     return made

@@ -11,14 +11,14 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from engine.cli.commands import app
-from engine.conformance.expect import RuleFailed, RuleSkipped
-from engine.conformance.report import as_table, counts
-from engine.conformance.rule import Group, Result
-from engine.conformance.rules import GROUPS
-from engine.conformance.run import find_target, new_client, root_of, run_rule, run_rules
-from engine.conformance.sse import read_stream
-from engine.conformance.target import Target
 from engine.core.errors import InvalidRequestError, UnavailableError
+from engine_tools.conformance.expect import RuleFailed, RuleSkipped
+from engine_tools.conformance.report import as_table, counts
+from engine_tools.conformance.rule import Group, Result
+from engine_tools.conformance.rules import GROUPS
+from engine_tools.conformance.run import find_target, new_client, root_of, run_rule, run_rules
+from engine_tools.conformance.sse import read_stream
+from engine_tools.conformance.target import Target
 from tests.support.fakes.tiny_openai.app import TinyServer
 from tests.support.fakes.tiny_openai.faults import put, status
 from tests.support.servers.live_server import live_server

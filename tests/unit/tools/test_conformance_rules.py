@@ -8,9 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
-from engine.conformance.rule import Result
-from engine.conformance.rules import GROUPS
-from engine.conformance.run import find_target, run_rule, run_rules
+from engine_tools.conformance.rule import Result
+from engine_tools.conformance.rules import GROUPS
+from engine_tools.conformance.run import find_target, run_rule, run_rules
 from tests.support.fakes.tiny_openai.app import Fault, Outgoing, TinyServer
 from tests.support.fakes.tiny_openai.broken_streams import (
     all_name_pieces,

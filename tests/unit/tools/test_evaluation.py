@@ -7,15 +7,15 @@ from decimal import Decimal
 
 import pytest
 
-from engine.compare.contenders import Contender
 from engine.core.errors import ConfigError, InvalidRequestError
 from engine.core.interfaces.backend import TokenText
-from engine.evaluation.asking import _sum_after, scores_of
-from engine.evaluation.items import ChoiceCheck, read_items
-from engine.evaluation.report import Difference, Share, difference_lines, overall, shares
-from engine.evaluation.results import ResultFile
-from engine.evaluation.run import EvaluationPlan, evaluate
-from engine.evaluation.texts import contains, is_exact, marked_number, predicted_number
+from engine_tools.compare.contenders import Contender
+from engine_tools.evaluation.asking import _sum_after, scores_of
+from engine_tools.evaluation.items import ChoiceCheck, read_items
+from engine_tools.evaluation.report import Difference, Share, difference_lines, overall, shares
+from engine_tools.evaluation.results import ResultFile
+from engine_tools.evaluation.run import EvaluationPlan, evaluate
+from engine_tools.evaluation.texts import contains, is_exact, marked_number, predicted_number
 from tests.support.fakes.fake_backend import FakeBackend
 
 ASKED = {"question": "Which city?"}
@@ -111,7 +111,7 @@ def test_intervals_and_chance_are_those_of_the_textbooks():
 def ask(tmp_path, monkeypatch, answers, lines, judge=None):
     """Evaluate stand-ins that give these answers, by name."""
     made = {name: FakeBackend(re.findall(r"\S+\s*", text)) for name, text in answers.items()}
-    monkeypatch.setattr("engine.evaluation.run.make_contender", lambda each: made[each.name])
+    monkeypatch.setattr("engine_tools.evaluation.run.make_contender", lambda each: made[each.name])
     plan = EvaluationPlan(items_of(tmp_path, *lines), 16, 2, 30.0, "")
     contenders = [Contender(name, "", "", {}) for name in answers if name != judge]
     judges = None if judge is None else Contender(judge, "", "", {})

@@ -1,0 +1,1 @@
+"""Copies of requests for another model, and how far its answers agree."""

@@ -1,1 +1,0 @@
-"""Developer scripts. The engine itself does not depend on them."""

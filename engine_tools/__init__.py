@@ -1,0 +1,1 @@
+"""What helps to work on the engine and does not serve: checks, comparisons, drawings, scripts."""

@@ -1,0 +1,1 @@
+"""Figures about what is killed, frozen, broken or full."""

@@ -1,0 +1,1 @@
+"""Figures about files, requests and callers that mean harm."""

@@ -1,0 +1,1 @@
+"""Figures about many clients, slow clients and long runs."""

@@ -1,0 +1,1 @@
+"""Mutations of the HTTP APIs and of the page."""
