@@ -31,19 +31,19 @@ class Downtime:
         self._headway: Headway | None = None
 
     def load(self, pid: int) -> None:
-        """A process begins to load."""
+        """A process begins to load. What an earlier one did before it ended is no headway."""
         self._load_began_at = time.monotonic()
-        self._headway = Headway(pid)
+        self._headway, self._moving_s = Headway(pid), 0.0
 
     def loaded(self) -> None:
         took_s = time.monotonic() - self._load_began_at
         self._longest_s = max(self._longest_s or 0.0, took_s)
-        self._down_at, self._headway, self._moving_s = None, None, 0.0
+        self._down_at, self._headway = None, None
 
     def down(self) -> None:
         """An engine that was ready is down."""
         if self._down_at is None:
-            self._down_at, self._moving_s = time.monotonic(), 0.0
+            self._down_at = time.monotonic()
 
     def too_long(self) -> str | None:
         """Why the load that is under way must end, in words. None if it may go on."""

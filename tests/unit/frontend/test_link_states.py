@@ -255,6 +255,39 @@ async def test_a_restart_that_takes_too_long_is_overdue_until_an_engine_is_ready
     await bench.link.stop()
 
 
+class FakeClock:
+    now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+class SteadyHeadway:
+    """A load that did something for a minute at each look."""
+
+    idle_s = 0.0
+
+    def __init__(self, pid):
+        self.pid = pid
+
+    def look(self):
+        return 60.0
+
+
+def test_headway_of_a_load_that_ended_does_not_delay_the_alarm(monkeypatch):
+    clock = FakeClock()
+    monkeypatch.setattr(downtime.time, "monotonic", clock)
+    monkeypatch.setattr(downtime, "Headway", SteadyHeadway)
+    told = downtime.Downtime()
+    told.down()
+    told.load(1)
+    clock.now += downtime.MIN_DOWN_S + 50
+    assert told.is_overdue
+    assert told.too_long() is None and not told.is_overdue  # this load may still end well
+    told.load(2)
+    assert told.is_overdue
+
+
 async def test_a_load_that_does_nothing_is_given_up_though_it_ticks(pauses, monkeypatch):
     monkeypatch.setattr(downtime, "LOAD_STALLED_S", -1.0)
     bench = Bench(0.25, max_revivals=3)
