@@ -20,7 +20,7 @@ import sys
 import time
 from pathlib import Path
 
-WRITER = "engine.servers.writers.main"
+WRITER = "engine.servers.http_workers.main"
 PATHS = {
     "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Go on."}]}),
     "completions": ("/v1/completions", {"prompt": "Go on"}),

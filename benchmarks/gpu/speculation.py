@@ -34,7 +34,7 @@ from benchmarks.gpu.workloads import SHAPES, Shape
 from engine.core.interfaces.request import Deltas, GenerateRequest, SamplingParams
 from engine.ipc.options import EngineOptions
 from engine.runners.entry import framework_entry
-from engine.runtime.idle_step import warm_up
+from engine.runtime.dummy_batch import warm_up
 from engine.runtime.loop import EngineLoop
 from engine.runtime.model_runner import Warmable
 from engine.runtime.speculation.draft_model import DraftModel

@@ -47,6 +47,6 @@ def read_adapter(path: Path) -> StoredAdapter:
     return stored
 
 
-def examine_adapter(path: Path, passed: Callable[[], None]) -> None:
+def validate_adapter(path: Path, passed: Callable[[], None]) -> None:
     """Check the files of an adapter. Raises if they are invalid."""
     read_adapter(path)

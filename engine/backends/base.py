@@ -56,7 +56,7 @@ class ReplayedTokens:
 
 
 @dataclass(frozen=True, slots=True)
-class Orphan:
+class InterruptedRequest:
     """An open request whose engine died. A backend with the same fingerprint may continue it.
     `state` is only known to the kind of backend that made it.
     """
@@ -156,7 +156,7 @@ class InferenceBackend(ABC):
     totals_survive_restarts: bool = False
     # Set by a router, and called when an engine died. Returns whether another backend continues the
     # request.
-    on_orphan: Callable[[Orphan], bool] | None = None
+    on_orphan: Callable[[InterruptedRequest], bool] | None = None
 
     @property
     def is_accelerated(self) -> bool:
@@ -195,7 +195,7 @@ class InferenceBackend(ABC):
         """
         return self.health().ready
 
-    def adopt(self, orphan: Orphan) -> bool:
+    def take_over(self, interrupted: InterruptedRequest) -> bool:
         """Continue a request of another backend, whose engine died. Returns False if this backend
         can't.
         """

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from engine.backends.custom.app import Server
     from engine.core.config import LoadedSettings
     from engine.core.config_schema import Settings
-    from engine.core.sandbox.examination import Examination
+    from engine.core.sandbox.checkpoint_validation import Validation
     from engine.ipc.engine_process import EngineProcess
 
 
@@ -220,48 +220,48 @@ def begin_engine(
     settings: "Settings", process: "EngineProcess", meanwhile: Callable[[], None]
 ) -> None:
     """Send the engine process its options, so that it loads the model while this process imports
-    the server. If the model file was not examined before, wait for its examination, and do
+    the server. If the model file was not validated before, wait for its validation, and do
     something else `meanwhile`.
     """
     from engine.backends.custom.engine_settings import (
-        EXAMINER,
+        VALIDATOR,
         backend_name,
         engine_options,
         has_engine,
     )
-    from engine.core.sandbox.examination import Examination, examine
+    from engine.core.sandbox.checkpoint_validation import Validation, validate
     from engine.core.store.model_store import resolve_model
 
     name = backend_name(settings)
     if not has_engine(name):
         return
     path = resolve_model(settings.model.model_path)
-    examination = Examination(path, EXAMINER, process.examine)
+    validation = Validation(path, VALIDATOR, process.validate)
     if (draft := settings.model.draft_model) is not None:
-        examine(resolve_model(draft), EXAMINER)
-    # An engine process that examines the model loads it once the examiner has passed what the
+        validate(resolve_model(draft), VALIDATOR)
+    # An engine process that validates the model loads it once the validator has passed what the
     # engine process itself reads.
     process.begin(engine_options(settings, name, path))
-    if examination.is_under_way:
+    if validation.is_under_way:
         with ThreadPoolExecutor(1) as waiting:
-            finished = waiting.submit(_keep_examined, path, examination)
+            finished = waiting.submit(_keep_validated, path, validation)
             meanwhile()
             finished.result()
 
 
-def _keep_examined(path: Path, examination: "Examination") -> None:
+def _keep_validated(path: Path, validation: "Validation") -> None:
     from engine.frontend.text_cache import keep_text
     from engine.ipc.transport import ConnectionClosedError
 
     # If the engine process has ended, the code that uses it later will report that.
     with contextlib.suppress(ConnectionClosedError):
-        if found := examination.finish():
+        if found := validation.finish():
             keep_text(path, found)
 
 
 def _import_server() -> None:
     """Import the server's modules, and prepare its first request. This is called while the engine
-    process examines the model file, for which the server must wait.
+    process validates the model file, for which the server must wait.
     """
     import engine.backends.custom.app  # noqa: F401
     from engine.servers.run import prepare_first_request

@@ -96,7 +96,7 @@ PLACES = {
     "check_grammar": (Place("engine.core.grammar.checker:GrammarChecker.check", "grammar"),),
     "submit": (Place("engine.frontend.engine_link:EngineLink.submit", "request.prompt"),),
     "load": (Place("engine.worker.main:open_model"),),
-    "intake": (Place(f"{_RUNTIME}.requests.intake:Intake.submit", "request.prompt"),),
+    "intake": (Place(f"{_RUNTIME}.requests.admission:RequestAdmission.submit", "request.prompt"),),
     "compile": (Place(f"{_RUNTIME}.requests.grammar:Grammars._new_matcher", "grammar"),),
     "schedule": (Place(f"{_RUNTIME}.scheduler:Scheduler.schedule"),),
     "allocate": (

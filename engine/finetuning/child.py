@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from engine.core.errors import EngineError
-from engine.core.sandbox.processes import die_with_parent, offer_to_be_killed
+from engine.core.sandbox.processes import die_with_parent, prefer_oom_kill
 from engine.finetuning.folder import JobFolder, TrainingEvent
 from engine.finetuning.plan import TrainingPlan
 
@@ -21,7 +21,7 @@ NICE = 19
 def main() -> None:
     folder = JobFolder(Path(sys.argv[1]))
     die_with_parent(int(sys.argv[2]))
-    offer_to_be_killed()
+    prefer_oom_kill()
     stopped: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: stopped.append(number))
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -38,7 +38,7 @@ from engine.finetuning.plan import TrainingPlan
 from engine.finetuning.tokens import ExampleTokenizer, TokenExample, TokenPair
 from engine.frontend.text_model import TextModel, load_text
 from engine.torch.execution.build import torch_device
-from engine.worker.training_room import MICRO_BATCH_TOKENS
+from engine.worker.training_memory import MICRO_BATCH_TOKENS
 
 _MAX_NORM = 1.0
 _WARM_UP = 0.05  # share of the steps in which the learning rate grows

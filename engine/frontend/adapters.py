@@ -13,7 +13,7 @@ import msgspec
 from engine.core.errors import EngineError, InvalidRequestError, ModelError, NotFoundError
 from engine.core.interfaces.backend import ModelCard
 from engine.core.interfaces.request import AdapterRef, ControlReply
-from engine.core.sandbox.examination import examine
+from engine.core.sandbox.checkpoint_validation import validate
 from engine.core.store.adapter_store import (
     NAME,
     check_is_adapter,
@@ -24,7 +24,7 @@ from engine.core.store.adapter_store import (
 
 log = logging.getLogger(__name__)
 
-EXAMINER = "engine.adapters.reading:examine_adapter"
+VALIDATOR = "engine.adapters.reading:validate_adapter"
 LOAD_TIMEOUT_S = 120.0
 
 
@@ -84,7 +84,7 @@ class ServedAdapters:
         full = real_path(path)
         check_is_adapter(full)
         try:
-            await asyncio.to_thread(examine, full, EXAMINER)
+            await asyncio.to_thread(validate, full, VALIDATOR)
         except ModelError as error:  # what is wrong is the request, not the model that is served
             raise InvalidRequestError(error.message, param="lora_path") from error
         reply = await self._link.load_adapter(str(full), LOAD_TIMEOUT_S)

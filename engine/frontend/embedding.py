@@ -17,7 +17,7 @@ from engine.core.interfaces.request import AdapterRef, GenerateRequest, Sampling
 from engine.core.text.context_length import check_input
 from engine.frontend.link import Link
 from engine.frontend.prompts import check_prompt
-from engine.frontend.survival import Engine
+from engine.frontend.request_recovery import Engine
 from engine.frontend.text_model import TextModel
 
 MAX_IN_FLIGHT = 128

@@ -37,8 +37,8 @@ from engine.core.interfaces.stats import EngineStats
 from engine.frontend.downtime import Downtime
 from engine.frontend.engine_client import EngineClient, OnExit, OnMessage
 from engine.frontend.link import Link
-from engine.frontend.survival import OpenRequest, OpenRequests, Receiver
-from engine.frontend.vigil import Verdict, Vigil, trouble_of
+from engine.frontend.liveness_monitor import LivenessMonitor, Verdict, trouble_of
+from engine.frontend.request_recovery import OpenRequest, OpenRequests, Receiver
 from engine.ipc.heartbeat import Vitals
 
 log = logging.getLogger(__name__)
@@ -129,10 +129,10 @@ class EngineLink:
             raise UnavailableError(self.detail, retry_after=2.0)
         self._requests.submit(request, receiver, self._send)
 
-    def adopt(self, opened: OpenRequest) -> None:
+    def take_over(self, opened: OpenRequest) -> None:
         """Continue a request of another engine in this one."""
         opened.receiver.engine = self
-        self._requests.adopt(opened, self._send)
+        self._requests.take_over(opened, self._send)
 
     def hold(self, request: GenerateRequest, receiver: Receiver) -> None:
         """Let a request wait here until it is released, or until its time to wait is over."""
@@ -140,7 +140,7 @@ class EngineLink:
         self._requests.submit(request, receiver, None)
 
     def release(self) -> list[OpenRequest]:
-        """Give up all open requests, so that other engines can adopt them."""
+        """Give up all open requests, so that other engines can take them over."""
         return self._requests.release_all()
 
     def hand_over(self, successor: Link) -> int:
@@ -150,7 +150,7 @@ class EngineLink:
         self._successor = successor
         released = self.release()
         for opened in released:
-            successor.adopt(opened)
+            successor.take_over(opened)
         return len(released)
 
     @property
@@ -320,7 +320,7 @@ class EngineLink:
         woken. One that does not go on is killed and given up: its requests do not wait until it has
         ended, and what it still sends is dropped. `_on_exit` starts the next one.
         """
-        vigil = Vigil()
+        vigil = LivenessMonitor()
         verdict = Verdict.WAIT
         while verdict is not Verdict.GIVE_UP:
             await asyncio.sleep(WATCH_INTERVAL_S)

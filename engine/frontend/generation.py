@@ -35,7 +35,7 @@ from engine.core.interfaces.request import (
 from engine.core.parsing.pieces import Piece, ReasoningPiece, TextPiece
 from engine.frontend.echo import Echo, echoed_tokens
 from engine.frontend.prompts import Prepared
-from engine.frontend.survival import Engine
+from engine.frontend.request_recovery import Engine
 from engine.frontend.text_model import TextModel
 from engine.frontend.text_reader import TextReader, is_plain, merged
 

@@ -6,7 +6,7 @@ from typing import Protocol
 from engine.core.interfaces.request import ControlReply, GenerateRequest, Ready
 from engine.core.interfaces.snapshot import EngineSnapshot
 from engine.core.interfaces.stats import EngineStats
-from engine.frontend.survival import Engine, OpenRequest, Receiver
+from engine.frontend.request_recovery import Engine, OpenRequest, Receiver
 
 
 class Link(Engine, Protocol):
@@ -23,7 +23,7 @@ class Link(Engine, Protocol):
 
     def submit(self, request: GenerateRequest, receiver: Receiver) -> None: ...
 
-    def adopt(self, opened: OpenRequest) -> None: ...
+    def take_over(self, opened: OpenRequest) -> None: ...
 
     def release(self) -> list[OpenRequest]: ...
 

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from engine.core.errors import EngineError, InferenceError, error_from_code
 from engine.core.interfaces.request import GenerateRequest, TokenDelta
 from engine.frontend.link import Link
-from engine.frontend.survival import Engine
+from engine.frontend.request_recovery import Engine
 
 
 class _Collected:

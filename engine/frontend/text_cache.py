@@ -124,7 +124,7 @@ def files_key(model: Path) -> str:
 
 
 def keep_text(model: Path, content: bytes) -> None:
-    """Store the facts that `examine_model` returned for a model, if there are any."""
+    """Store the facts that `validate_model` returned for a model, if there are any."""
     key = key_of(model)
     if content and key is not None:
         TextCache().write(model, key, content)

@@ -54,13 +54,13 @@ class EngineProcess:
         self.heartbeat.tick()  # until now, the child had nothing to do
         self._send(options)
 
-    def examine(self, examiner: str, path: "Path", max_cpu_s: int) -> "ForkedReading":
-        """Examine a model's files in a fork of the child. This is fast, because the child has
+    def validate(self, validator: str, path: "Path", max_cpu_s: int) -> "ForkedReading":
+        """Validate a model's files in a fork of the child. This is fast, because the child has
         already imported the parsers.
         """
-        from engine.core.interfaces.request import Examine
+        from engine.core.interfaces.request import Validate
 
-        self._send(Examine(examiner, str(path), max_cpu_s))
+        self._send(Validate(validator, str(path), max_cpu_s))
         return ForkedReading(self)
 
     def discard(self) -> None:
@@ -79,7 +79,7 @@ class EngineProcess:
 
 
 class ForkedReading:
-    """An examination of a model that runs in a fork of the engine process. The fork ends when the
+    """A validation of a model that runs in a fork of the engine process. The fork ends when the
     engine process ends.
     """
 
@@ -87,17 +87,17 @@ class ForkedReading:
         self._socket = process.socket
 
     def wait(self, max_seconds: float) -> tuple[int, bytes]:
-        """Wait for the examination. Returns its exit status and output. Raises
+        """Wait for the validation. Returns its exit status and output. Raises
         `ConnectionClosedError` if the engine process has ended.
         """
         import msgspec
 
-        from engine.core.interfaces.request import Examined
+        from engine.core.interfaces.request import Validated
         from engine.ipc.transport import LENGTH
 
         deadline = time.monotonic() + max_seconds
         (length,) = LENGTH.unpack(self._read(LENGTH.size, deadline))
-        found = msgspec.msgpack.decode(self._read(length, deadline), type=Examined)
+        found = msgspec.msgpack.decode(self._read(length, deadline), type=Validated)
         return found.status, found.output
 
     def _read(self, count: int, deadline: float) -> bytes:

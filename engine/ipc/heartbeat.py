@@ -2,7 +2,7 @@
 without sending a message.
 
 In each iteration, the engine loop writes a counter, the time, whether there is work, and the
-patience, which is the time after which a step counts as hung. A separate thread of the engine
+step timeout, which is the time after which a step counts as hung. A separate thread of the engine
 process writes the time twice a second (a tick). The frontend reads the same memory. So it can
 distinguish a frozen process, a hung step and a slow step.
 """
@@ -20,14 +20,14 @@ from types import FrameType
 from typing import IO, Protocol
 
 # The shared memory starts with four integers about the last iteration of the loop: its number, its
-# CLOCK_MONOTONIC time in ns, whether there was work, and the patience in ns. The fifth integer,
+# CLOCK_MONOTONIC time in ns, whether there was work, and the step timeout in ns. The fifth integer,
 # TICK, is the time of the last tick in ns.
 TURN = struct.Struct("<QQQQ")
 TICK = struct.Struct("<Q")
 NUM_BYTES = TURN.size + TICK.size
-# The patience for steps whose duration cannot be estimated yet. Even a full prefill batch on a slow
+# The timeout of steps whose duration cannot be estimated yet. Even a full prefill batch on a slow
 # machine takes less time than this.
-UNKNOWN_PATIENCE_S = 120.0
+UNKNOWN_STEP_TIMEOUT_S = 120.0
 
 
 class Watched(Protocol):
@@ -46,7 +46,7 @@ class Watched(Protocol):
 class Pulse(Protocol):
     """The interface through which an engine loop reports its progress."""
 
-    def beat(self, busy: bool, patience_s: float) -> None: ...
+    def beat(self, busy: bool, step_timeout_s: float) -> None: ...
 
     def watch(self, loop: Watched) -> None:
         """Set the engine loop that a watchdog may observe and interrupt."""
@@ -56,7 +56,7 @@ class Pulse(Protocol):
 class NoPulse:
     """A `Pulse` that ignores all reports."""
 
-    def beat(self, busy: bool, patience_s: float) -> None:
+    def beat(self, busy: bool, step_timeout_s: float) -> None:
         pass
 
     def watch(self, loop: Watched) -> None:
@@ -69,7 +69,7 @@ class Vitals:
 
     # Seconds since the last iteration of the loop. None if the loop has no work.
     step_age_s: float | None
-    patience_s: float  # a step counts as hung after this many seconds
+    step_timeout_s: float  # a step counts as hung after this many seconds
     # Seconds since the last tick, as far as they count: see `Silence`. None if no thread writes
     # ticks.
     silent_s: float | None
@@ -77,7 +77,7 @@ class Vitals:
 
     @property
     def is_stalled(self) -> bool:
-        return self.step_age_s is not None and self.step_age_s > self.patience_s
+        return self.step_age_s is not None and self.step_age_s > self.step_timeout_s
 
 
 class Heartbeat:
@@ -89,10 +89,10 @@ class Heartbeat:
         self._memory = mmap.mmap(fileno, NUM_BYTES)
         self._turns = 0
 
-    def beat(self, busy: bool, patience_s: float = UNKNOWN_PATIENCE_S) -> None:
+    def beat(self, busy: bool, step_timeout_s: float = UNKNOWN_STEP_TIMEOUT_S) -> None:
         self._turns += 1
-        patience_ns = int(patience_s * 1e9)
-        TURN.pack_into(self._memory, 0, self._turns, time.monotonic_ns(), busy, patience_ns)
+        step_timeout_ns = int(step_timeout_s * 1e9)
+        TURN.pack_into(self._memory, 0, self._turns, time.monotonic_ns(), busy, step_timeout_ns)
 
     def tick(self) -> None:
         TICK.pack_into(self._memory, TURN.size, time.monotonic_ns())
@@ -106,12 +106,12 @@ class Heartbeat:
         return bool(TURN.unpack_from(self._memory, 0)[0])
 
     def vitals(self) -> Vitals:
-        turns, at_ns, busy, patience_ns = TURN.unpack_from(self._memory, 0)
+        turns, at_ns, busy, step_timeout_ns = TURN.unpack_from(self._memory, 0)
         (tick_ns,) = TICK.unpack_from(self._memory, TURN.size)
         now_ns = time.monotonic_ns()
         return Vitals(
             step_age_s=max(0, now_ns - at_ns) / 1e9 if turns and busy else None,
-            patience_s=patience_ns / 1e9 if turns else UNKNOWN_PATIENCE_S,
+            step_timeout_s=step_timeout_ns / 1e9 if turns else UNKNOWN_STEP_TIMEOUT_S,
             silent_s=max(0, now_ns - tick_ns) / 1e9 if tick_ns else None,
         )
 
@@ -132,7 +132,7 @@ INTERRUPT_SIGNAL = signal.SIGUSR2
 
 
 class StepInterruptedError(Exception):
-    """A step ran longer than its patience, and the watchdog interrupted it."""
+    """A step ran longer than its timeout, and the watchdog interrupted it."""
 
 
 class Watchdog:
@@ -152,8 +152,8 @@ class Watchdog:
         signal.signal(INTERRUPT_SIGNAL, self._interrupt)
         threading.Thread(target=self._run, name="watchdog", daemon=True).start()
 
-    def beat(self, busy: bool, patience_s: float) -> None:
-        self._heartbeat.beat(busy, patience_s)
+    def beat(self, busy: bool, step_timeout_s: float) -> None:
+        self._heartbeat.beat(busy, step_timeout_s)
 
     def watch(self, loop: Watched) -> None:
         self._loop = loop

@@ -15,7 +15,13 @@ from typing import Any, Protocol
 
 from msgspec.structs import replace
 
-from engine.backends.base import EventFeed, EventSink, GeneratedFeed, Orphan, close_events
+from engine.backends.base import (
+    EventFeed,
+    EventSink,
+    GeneratedFeed,
+    InterruptedRequest,
+    close_events,
+)
 from engine.core.errors import (
     EngineError,
     InvalidRequestError,
@@ -240,7 +246,7 @@ class Attempt:
 
         return noted
 
-    def move(self, orphan: Orphan) -> bool:
+    def move(self, interrupted: InterruptedRequest) -> bool:
         """Continue the request on the least loaded replica that can, because the engine of this one
         died. Returns False if none can.
         """
@@ -248,7 +254,11 @@ class Attempt:
         for other in sorted(route.members, key=lambda each: each.load):
             replica = other.replica
             is_usable = replica.state(replica.health()) == "ready" and not replica.is_full
-            if replica is self.replica or not is_usable or not replica.backend.adopt(orphan):
+            if (
+                replica is self.replica
+                or not is_usable
+                or not replica.backend.take_over(interrupted)
+            ):
                 continue
             log.info("a request of %s continues on %s", self.replica.name, replica.name)
             decision.failed += (Failed(self.replica.name, "Its engine died."),)
@@ -325,10 +335,10 @@ class Attempt:
 class Running(dict[str, Attempt]):
     """The attempts that run now, by request id."""
 
-    def rehome(self, orphan: Orphan) -> bool:
+    def rehome(self, interrupted: InterruptedRequest) -> bool:
         """Continue a request on another replica of its model, because its engine died."""
-        attempt = self.get(orphan.request_id)
-        return attempt is not None and attempt.move(orphan)
+        attempt = self.get(interrupted.request_id)
+        return attempt is not None and attempt.move(interrupted)
 
 
 class Routed(GeneratedFeed):

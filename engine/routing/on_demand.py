@@ -17,7 +17,7 @@ from engine.backends.base import (
     EventSink,
     GeneratedFeed,
     InferenceBackend,
-    Orphan,
+    InterruptedRequest,
     ReplayedTokens,
     close_events,
     push_events,
@@ -218,11 +218,13 @@ class OnDemand(InferenceBackend):
             return self.health().ready
         return self._inner.is_ready
 
-    def adopt(self, orphan: Orphan) -> bool:
-        return self._inner is not None and not self.is_leaving and self._inner.adopt(orphan)
+    def take_over(self, interrupted: InterruptedRequest) -> bool:
+        return (
+            self._inner is not None and not self.is_leaving and self._inner.take_over(interrupted)
+        )
 
-    def _orphaned(self, orphan: Orphan) -> bool:
-        return self.on_orphan is not None and self.on_orphan(orphan)
+    def _orphaned(self, interrupted: InterruptedRequest) -> bool:
+        return self.on_orphan is not None and self.on_orphan(interrupted)
 
     @property
     def is_accelerated(self) -> bool:

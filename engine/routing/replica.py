@@ -16,7 +16,7 @@ from engine.backends.process import resident_bytes
 from engine.core.errors import EngineError
 from engine.core.interfaces.backend import Health, ModelCard, UsageEvent
 from engine.core.interfaces.stats import EngineStats
-from engine.routing.carried_stats import CarriedStats, summed
+from engine.routing.monotonic_stats import MonotonicStats, summed
 from engine.routing.prefixes import SeenPrefixes
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class Outlier:
         """
         self._is_probed = False
 
-    def pardon(self) -> None:
+    def reset_failures(self) -> None:
         """Clear the record, because the backend reported that it was down and is ready again."""
         self._out_until = None
         self._is_probed = False
@@ -160,7 +160,7 @@ class Replica:
         self._card: ModelCard | None = None
         self._num_restarts = 0
         self._was_ready = True
-        self.totals = CarriedStats()
+        self.totals = MonotonicStats()
         self._samples: deque[tuple[float, int]] = deque()
 
     async def start(self) -> None:
@@ -187,7 +187,7 @@ class Replica:
         """
         health = self.backend.health()
         if health.ready and not self._was_ready:
-            self.outlier.pardon()
+            self.outlier.reset_failures()
         self._was_ready = health.ready
         if health.num_restarts != self._num_restarts:
             self._num_restarts = health.num_restarts

@@ -9,7 +9,7 @@ target applies only while sequences decode. Otherwise a step may be as large as 
 from bisect import bisect_left
 
 from engine.core.interfaces.stats import STEP_SECONDS, STEP_TOKENS, StepCounts
-from engine.ipc.heartbeat import UNKNOWN_PATIENCE_S
+from engine.ipc.heartbeat import UNKNOWN_STEP_TIMEOUT_S
 from engine.runtime.model_runner import PROMPT_TOKENS, RunnerSpec
 
 TARGET_STEP_S = 0.020
@@ -213,11 +213,11 @@ class StepBudget:
         """
         return self._prompt_cost(num_tokens) if self._prompt.is_known else None
 
-    def patience_s(self, num_rows: int, num_tokens: int) -> float:
+    def step_timeout_s(self, num_rows: int, num_tokens: int) -> float:
         """The seconds after which a step with these numbers of rows and tokens counts as hung."""
         expected_s = self.step_s(num_rows, num_tokens)
         if expected_s is None:
-            return UNKNOWN_PATIENCE_S
+            return UNKNOWN_STEP_TIMEOUT_S
         return max(MIN_PATIENCE_S, PATIENCE * expected_s)
 
     def _prompt_cost(self, num_tokens: int) -> float:

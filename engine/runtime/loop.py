@@ -25,10 +25,10 @@ from engine.core.interfaces.request import (
     TokenDelta,
 )
 from engine.core.interfaces.stats import EngineStats
-from engine.ipc.heartbeat import UNKNOWN_PATIENCE_S, NoPulse, Pulse
+from engine.ipc.heartbeat import UNKNOWN_STEP_TIMEOUT_S, NoPulse, Pulse
 from engine.ipc.transport import Channel, ConnectionClosedError
 from engine.runtime.budget import StepBudget, StepCounter
-from engine.runtime.idle_step import warm_up
+from engine.runtime.dummy_batch import warm_up
 from engine.runtime.insight.controls import answer_control
 from engine.runtime.insight.profiler import KernelTimer
 from engine.runtime.insight.snapshot import SnapshotTaker, engine_stats
@@ -40,17 +40,17 @@ from engine.runtime.model_runner import (
     StepOutput,
 )
 from engine.runtime.outputs import begin_delta
-from engine.runtime.pacing import Pacing, StepPlan
+from engine.runtime.prefill_throttle import PrefillThrottle, StepPlan
 from engine.runtime.recovery import Bisection, is_out_of_memory
+from engine.runtime.requests.admission import RequestAdmission
 from engine.runtime.requests.grammar import Grammars
 from engine.runtime.requests.images import ImageStore
-from engine.runtime.requests.intake import Intake
 from engine.runtime.scheduler import Scheduler
 from engine.runtime.sequence import ScheduledBatch, SequenceFaultError
 from engine.runtime.step_runner import Forwarded, StepRunner
 
 if TYPE_CHECKING:
-    from engine.runtime.groups.adapter_places import AdapterPlaces
+    from engine.runtime.groups.adapter_slots import AdapterSlots
 
 log = logging.getLogger(__name__)
 
@@ -88,11 +88,11 @@ class EngineLoop:
         pulse: Pulse | None = None,
         grammars: Grammars | None = None,
         images: ImageStore | None = None,
-        adapters: "Callable[[], AdapterPlaces] | None" = None,
+        adapters: "Callable[[], AdapterSlots] | None" = None,
     ) -> None:
         self.scheduler = scheduler
         spec = runner.spec
-        self._pacing = Pacing(budget, spec.step_sizes) if spec.paces else None
+        self._throttle = PrefillThrottle(budget, spec.step_sizes) if spec.paces else None
         self._runner = runner
         self._channel = channel
         self._budget = budget
@@ -101,7 +101,7 @@ class EngineLoop:
         self._step_runner = StepRunner(runner, scheduler.clock)
         self._grammars = grammars
         made = (grammars, images, adapters, runner)
-        self._intake = Intake(runner.spec, scheduler, max_queued, *made)
+        self._admission = RequestAdmission(runner.spec, scheduler, max_queued, *made)
         self._launched: Launch | None = None
         self._stopping = False
         self._num_steps = 0
@@ -112,7 +112,7 @@ class EngineLoop:
         self._stats_sent_at = 0.0
         self._reported = (0, 0, 0)  # the value of `_state` at the last stats message
         self._num_schedule_failures = 0  # consecutive
-        self._patience_s = UNKNOWN_PATIENCE_S
+        self._step_timeout_s = UNKNOWN_STEP_TIMEOUT_S
         timer = runner if isinstance(runner, KernelTimer) else None
         self._snapshots = SnapshotTaker(scheduler, timer, runner.spec.max_slots)
         self._pulse.watch(self)
@@ -138,28 +138,28 @@ class EngineLoop:
             idle_timeout_s = min(idle_timeout_s, REMOTE_POLL_S)
         is_idle = self._launched is None and not self.scheduler.has_work
         num_steps = self._num_steps
-        is_pending = self._intake.num_pending > 0
-        has_images = is_pending and self._intake.has_images
-        self._pulse.beat(not is_idle, self._patience_s)
-        adapters = self._intake.adapters
+        is_pending = self._admission.num_pending > 0
+        has_images = is_pending and self._admission.has_images
+        self._pulse.beat(not is_idle, self._step_timeout_s)
+        adapters = self._admission.adapters
         is_loading = adapters is not None and adapters.is_loading
         if is_pending or is_loading:
             idle_timeout_s = min(idle_timeout_s, COMPILE_POLL_S)
-        self._intake.observe(time.monotonic())
+        self._admission.observe(time.monotonic())
         self._read_inbox(idle_timeout_s if is_idle and not has_images else 0.0)
         now = time.monotonic()
         if has_images:
             # One image in each iteration: other requests wait at most as long as this takes.
-            self._pulse.beat(True, UNKNOWN_PATIENCE_S)
-            self._send(self._step_runner.compute(self._intake.encode_image, now))
+            self._pulse.beat(True, UNKNOWN_STEP_TIMEOUT_S)
+            self._send(self._step_runner.compute(self._admission.encode_image, now))
         if is_pending:
-            self._send(self._intake.admit_ready(now))
+            self._send(self._admission.admit_ready(now))
         if is_loading and adapters is not None:
             adapters.reply(self._channel.send)
-        self._send(self._intake.expire(now))
+        self._send(self._admission.expire(now))
         self._step()
         if self.scheduler.reports:
-            self._pulse.beat(True, UNKNOWN_PATIENCE_S)  # a gradient takes longer than a step
+            self._pulse.beat(True, UNKNOWN_STEP_TIMEOUT_S)  # a gradient takes longer than a step
             self._send(self._step_runner.compute(self.scheduler.reports.advance, self._runner))
         self._send_stats(force=not self.scheduler.has_work and self._has_news)
         if (report := self.scheduler.kv.report) is not None and (news := report.take()) is not None:
@@ -208,14 +208,14 @@ class EngineLoop:
         # parts beside decode. Otherwise the last stream would pause for much longer.
         if scheduler.is_catching_up:
             return StepPlan(self._budget.tokens(0, scheduler.num_running))
-        if self._pacing is not None:
-            return self._pacing.plan(scheduler.demand)
+        if self._throttle is not None:
+            return self._throttle.plan(scheduler.demand)
         return StepPlan(self._budget.tokens(scheduler.num_decoding, scheduler.num_running))
 
     def _forward(self, batch: ScheduledBatch) -> Forwarded:
         # The heartbeat says after which time the step counts as hung.
-        self._patience_s = self._budget.patience_s(len(batch.rows), batch.num_tokens)
-        self._pulse.beat(True, self._patience_s)
+        self._step_timeout_s = self._budget.step_timeout_s(len(batch.rows), batch.num_tokens)
+        self._pulse.beat(True, self._step_timeout_s)
         return self._step_runner.forward(batch)
 
     def _finish_launched(self) -> None:
@@ -303,7 +303,7 @@ class EngineLoop:
             if isinstance(message, GenerateRequest):
                 self._send(self._submit(message, now()))
             elif isinstance(message, Abort):
-                self._send(self._intake.abort(message.request_id, message.choice, now()))
+                self._send(self._admission.abort(message.request_id, message.choice, now()))
             elif isinstance(message, Control):
                 if (reply := self._control(message)) is not None:
                     self._channel.send(reply)
@@ -312,10 +312,10 @@ class EngineLoop:
 
     def _submit(self, request: GenerateRequest, now: float) -> list[TokenDelta]:
         try:
-            return self._intake.submit(request, now)
+            return self._admission.submit(request, now)
         except Exception:
             log.exception("request %s could not be submitted", request.request_id)
-            return self._intake.fail(request, range(request.params.n), now)
+            return self._admission.fail(request, range(request.params.n), now)
 
     def _control(self, message: Control) -> ControlReply | None:
         if message.action == "snapshot":
@@ -327,7 +327,7 @@ class EngineLoop:
                 return ControlReply(message.control_id, False, "No snapshot could be taken.")
             return ControlReply(message.control_id, True, snapshot=snapshot)
         if message.action == "load_adapter":
-            if (adapters := self._intake.with_adapters()) is None:
+            if (adapters := self._admission.with_adapters()) is None:
                 return ControlReply(message.control_id, False, NO_ADAPTERS)
             adapters.control(message)
             return None  # the reply is sent when the adapter is loaded
@@ -340,7 +340,7 @@ class EngineLoop:
     def _end_all(self) -> None:
         now = time.monotonic()
         ended = [self.scheduler.finish(s, "abort", now) for s in list(self.scheduler.sequences())]
-        self._send(ended + self._intake.abort_pending(now))
+        self._send(ended + self._admission.abort_pending(now))
         if self.scheduler.kv.tiers is not None:
             self.scheduler.kv.tiers.close()
         self._runner.close()

@@ -67,10 +67,10 @@ class FairShare:
         self._given[seq.tenant] = self.given(seq.tenant) + actual - _guess(seq)
 
 
-class Newcomers:
-    """Reserves part of each step for newcomers, which are tenants without running sequences.
+class NewTenantReserve:
+    """Reserves part of each step for new_tenants, which are tenants without running sequences.
 
-    Without this, newcomers would wait until all prefill in progress is done. While a newcomer
+    Without this, new_tenants would wait until all prefill in progress is done. While a newcomer
     waits, every second step computes no prefill of running sequences, so that the step is short.
     Prefill in progress continues in the steps between.
     """
@@ -82,7 +82,7 @@ class Newcomers:
         self, budget: int, waiting: Collection[str], running: Listed[Sequence]
     ) -> tuple[int, int]:
         """Returns the token budget of the step, and how many of these tokens are reserved for
-        newcomers. Running sequences must not use the reserved tokens for prefill.
+        new_tenants. Running sequences must not use the reserved tokens for prefill.
 
         `waiting` are the tenants that have a sequence to admit.
         """
@@ -97,7 +97,7 @@ class Newcomers:
         return min(budget, len(running) + kept), kept
 
     def _has_newcomers(self, waiting: Collection[str], running: Listed[Sequence]) -> bool:
-        """Whether newcomers wait, and others would use up the step."""
+        """Whether new_tenants wait, and others would use up the step."""
         if not waiting:
             return False
         present = {seq.tenant for seq in running}
@@ -212,7 +212,7 @@ def _urgency(seq: Sequence) -> tuple[int, int]:
     return (seq.priority * AGING_STEPS + seq.submitted_step, seq.arrival)
 
 
-class WaitingLine:
+class WaitingQueue:
     """The waiting sequences. There is a queue for each rank and tenant.
 
     The place of a sequence follows from its submission, so a preempted sequence keeps its

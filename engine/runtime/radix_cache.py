@@ -20,7 +20,7 @@ from engine.runtime.eviction_order import (
     Key,
     Leaves,
 )
-from engine.runtime.groups.side_column import SideColumn, resumable
+from engine.runtime.groups.aux_block_state import AuxBlockState, resumable
 from engine.runtime.model_runner import NULL_BLOCK
 from engine.runtime.radix_node import Node, Root
 from engine.runtime.sequence import Tokens, packed
@@ -51,7 +51,7 @@ class RadixCache:
         policy: EvictionPolicy = "lru",
         ttl_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
-        columns: Sequence[SideColumn] = (),
+        columns: Sequence[AuxBlockState] = (),
     ) -> None:
         self._pool = pool
         self.columns = tuple(columns)

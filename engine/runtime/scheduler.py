@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from engine.core.errors import InferenceError
 from engine.core.interfaces.request import TokenDelta
-from engine.runtime.insight.timekeeping import BLOCKS, BUDGET, SLOTS
+from engine.runtime.insight.request_timing import BLOCKS, BUDGET, SLOTS
 from engine.runtime.model_runner import StepOutput
 from engine.runtime.outputs import (
     nonfinite,
@@ -28,7 +28,6 @@ from engine.runtime.outputs import (
 from engine.runtime.queue import Passing, prefill_shares, tenants_due
 from engine.runtime.radix_cache import Match
 from engine.runtime.requests.images import whole_images
-from engine.runtime.roster import Roster
 from engine.runtime.samplers.prompt_logprobs import (
     has_scored_enough,
     num_scorable,
@@ -39,11 +38,12 @@ from engine.runtime.sequence import (
     Sequence,
     SequenceFaultError,
 )
+from engine.runtime.sequence_table import SequenceTable
 
 log = logging.getLogger(__name__)
 
 
-class Scheduler(Roster):
+class Scheduler(SequenceTable):
     """Continuous batching over a `KVCache`."""
 
     def schedule(self, budget: int, now: float, *, pauses: bool = False) -> ScheduledBatch | None:
@@ -224,7 +224,7 @@ class Scheduler(Roster):
 
     def _schedule_waiting(self, rows: list[Row], budget: int, now: float, is_crowded: bool) -> None:
         """Admit waiting sequences, and add their rows. If `is_crowded`, the budget is what was kept
-        for prompts that are much shorter than those in progress, and for newcomers.
+        for prompts that are much shorter than those in progress, and for new_tenants.
         """
         if budget <= 0 or not self._free_slots:
             self.clock.block(BUDGET if self._free_slots else SLOTS)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from engine.runtime.batch import BatchBuilder
-from engine.runtime.insight.timekeeping import EngineClock
+from engine.runtime.insight.request_timing import EngineClock
 from engine.runtime.model_runner import (
     BatchInputs,
     ModelRunner,

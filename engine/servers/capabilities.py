@@ -33,8 +33,8 @@ from engine.servers.responses.conversations import (
 )
 from engine.servers.schema import body, fields, messages, structured, tools
 from engine.servers.schema.body import SamplingBody, off_values
+from engine.servers.schema.dialects.parameters import DIALECTS, PARAMETERS, Parameter
 from engine.servers.schema.dialects.reading import Verdict, verdict
-from engine.servers.schema.dialects.words import DIALECTS, WORDS, Word
 from engine.servers.serving.services import Services
 
 # Bodies that refuse every parameter besides their own, whatever its value.
@@ -108,7 +108,7 @@ def _parameters(kind: type[BaseModel]) -> dict[str, Any]:
     elif kind not in EXACT:
         others = {
             word.name: word.off
-            for word in WORDS.values()
+            for word in PARAMETERS.values()
             if word.name not in kind.model_fields and verdict_in(word, kind) == "refused"
         }
     return {
@@ -117,7 +117,7 @@ def _parameters(kind: type[BaseModel]) -> dict[str, Any]:
     }
 
 
-def verdict_in(word: Word, kind: type[BaseModel]) -> Verdict:
+def verdict_in(word: Parameter, kind: type[BaseModel]) -> Verdict:
     """What the endpoints with the body `kind` do with a parameter."""
     found = verdict(word, _followed(kind))
     return "refused" if found == "warned" and not issubclass(kind, SamplingBody) else found
@@ -134,7 +134,7 @@ def _dialect(name: str) -> dict[str, Any]:
     return {
         word.name: {path: verdict_in(word, kind) for path, kind in TRANSLATING.items()}
         | ({"translated_to": word.target} if word.target else {})
-        for word in WORDS.values()
+        for word in PARAMETERS.values()
         if name in word.dialects
     }
 

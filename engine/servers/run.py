@@ -32,7 +32,7 @@ from engine.servers.serving.services import Services
 
 if TYPE_CHECKING:
     from engine.routing.nodes.manager import NodeManager
-    from engine.servers.writers.pool import Writers
+    from engine.servers.http_workers.pool import Writers
 
 logger = logging.getLogger(__name__)
 
@@ -226,7 +226,7 @@ class HttpServer:
         count = num_frontends(services.settings.server, is_accelerated=is_accelerated) - 1
         if count == 0 or self.writers is not None:
             return
-        from engine.servers.writers.pool import Writers  # imported late: few servers have any
+        from engine.servers.http_workers.pool import Writers  # imported late: few servers have any
 
         while not self._uvicorn.started:
             await asyncio.sleep(0.01)

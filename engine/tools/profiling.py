@@ -30,7 +30,7 @@ from engine.core.interfaces.request import (
 )
 from engine.ipc.options import EngineOptions
 from engine.runners.entry import framework_entry
-from engine.runtime.idle_step import warm_up
+from engine.runtime.dummy_batch import warm_up
 from engine.runtime.insight.profiler import KernelTime, Profiler
 from engine.runtime.model_runner import (
     F32,

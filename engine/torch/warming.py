@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from engine.runtime.idle_step import idle_inputs
+from engine.runtime.dummy_batch import idle_inputs
 from engine.runtime.model_runner import BatchInputs, RunnerSpec
 from engine.torch.compiling import compiling_ahead
 from engine.torch.execution.device_sampler import Kind

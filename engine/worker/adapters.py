@@ -3,7 +3,7 @@
 from engine.adapters.reading import open_adapter
 from engine.core.memory import memory_room
 from engine.ipc.options import EngineOptions
-from engine.runtime.groups.adapter_places import AdapterPlaces
+from engine.runtime.groups.adapter_slots import AdapterSlots
 from engine.runtime.model_runner import AdapterRunner
 from engine.runtime.scheduler import Scheduler
 from engine.weights.model import ModelSource
@@ -11,9 +11,9 @@ from engine.weights.model import ModelSource
 
 def adapter_places(
     runner: AdapterRunner, options: EngineOptions, scheduler: Scheduler, source: ModelSource
-) -> AdapterPlaces:
+) -> AdapterSlots:
     config, max_rank = source.config, options.max_adapter_rank
-    return AdapterPlaces(
+    return AdapterSlots(
         runner,
         lambda path: open_adapter(path, config, max_rank),
         lambda: {seq.adapter for seq in scheduler.sequences()},

@@ -36,7 +36,7 @@ from engine.core.interfaces.request import (
 )
 from engine.core.interfaces.stats import EngineStats
 from engine.core.observability.logging import set_level
-from engine.ipc.heartbeat import UNKNOWN_PATIENCE_S, NoPulse, Pulse
+from engine.ipc.heartbeat import UNKNOWN_STEP_TIMEOUT_S, NoPulse, Pulse
 from engine.ipc.transport import Channel
 from engine.runtime.budget import StepCounter
 from engine.runtime.loop import IDLE_POLL_S, NO_ADAPTERS, STATS_INTERVAL_S
@@ -171,7 +171,7 @@ class EncoderLoop:
         return str(self.stats())
 
     def _beat(self, busy: bool) -> None:
-        self._pulse.beat(busy, UNKNOWN_PATIENCE_S)
+        self._pulse.beat(busy, UNKNOWN_STEP_TIMEOUT_S)
 
     def _read_inbox(self, timeout_s: float) -> None:
         for message in self._channel.poll(timeout_s):

@@ -26,14 +26,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from engine.core import faults
 from engine.core.errors import EngineError, ResourceError
-from engine.core.interfaces.request import Examine, Examined, Fatal, Ready, Stop, ToEngine
+from engine.core.interfaces.request import Fatal, Ready, Stop, ToEngine, Validate, Validated
 from engine.core.observability.logging import setup_logging
-from engine.core.sandbox.examination_child import Fork
 from engine.core.sandbox.exhaustion import what_ran_out
-from engine.core.sandbox.processes import die_with_parent, keep_all, offer_to_be_killed
+from engine.core.sandbox.processes import die_with_parent, keep_all, prefer_oom_kill
+from engine.core.sandbox.validation_child import Fork
 from engine.ipc.engine_process import STACKS_SIGNAL
 from engine.ipc.heartbeat import (
-    UNKNOWN_PATIENCE_S,
+    UNKNOWN_STEP_TIMEOUT_S,
     Heartbeat,
     Pulse,
     Watchdog,
@@ -43,9 +43,9 @@ from engine.ipc.transport import Channel, ConnectionClosedError, SocketChannel
 from engine.runners.entry import framework_entry
 from engine.runtime.block_pool import BlockPool
 from engine.runtime.budget import StepBudget
+from engine.runtime.dummy_batch import warm_up
 from engine.runtime.groups.states import state_group
 from engine.runtime.groups.windows import window_group
-from engine.runtime.idle_step import warm_up
 from engine.runtime.kv_cache import KVCache
 from engine.runtime.loop import EngineLoop
 from engine.runtime.model_runner import (
@@ -68,7 +68,7 @@ from engine.worker.loading import load_encoder, load_images, load_runner
 from engine.worker.memory import MemoryPlan
 
 if TYPE_CHECKING:
-    from engine.runtime.groups.adapter_places import AdapterPlaces
+    from engine.runtime.groups.adapter_slots import AdapterSlots
     from engine.runtime.speculation.draft_model import DraftModel
     from engine.runtime.speculation.model_drafts import ModelDrafts
 
@@ -149,7 +149,7 @@ def build_loop(
     )
 
 
-def _adapter_places(*arguments: Any) -> "AdapterPlaces":
+def _adapter_places(*arguments: Any) -> "AdapterSlots":
     from engine.worker.adapters import adapter_places  # few engines have adapters
 
     return adapter_places(*arguments)
@@ -298,7 +298,7 @@ def main(
     frontend is gone.
     """
     die_with_parent(parent_pid)
-    offer_to_be_killed()
+    prefer_oom_kill()
     gc.disable()  # off until the model is loaded, because loading creates almost no garbage
     # Ctrl-C is ignored, because it also reaches the frontend, which decides when the engine ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -321,7 +321,7 @@ def main(
         faults.arm()
         watchdog = Watchdog(Heartbeat(heartbeat_fd))
         # An engine that waits for its frontend does not hang.
-        channel.on_wait = lambda: watchdog.beat(False, UNKNOWN_PATIENCE_S)
+        channel.on_wait = lambda: watchdog.beat(False, UNKNOWN_STEP_TIMEOUT_S)
         (run or run_engine)(options, channel, watchdog, on_loaded)
     except ConnectionClosedError:
         return 0  # the frontend is gone
@@ -346,15 +346,15 @@ def _fatal(error: Exception) -> Fatal:
 
 
 def _read_options(sock: socket.socket) -> tuple[EngineOptions, threading.Thread | None]:
-    """Read the options from the socket. Requests to examine a model may come before the options,
+    """Read the options from the socket. Requests to validate a model may come before the options,
     and are answered. `Stop` or a long silence raises `ConnectionClosedError`.
 
-    The options may follow such a request at once. They are returned when the examiner has checked
-    what an engine process reads. The examination goes on meanwhile, and the thread that is returned
+    The options may follow such a request at once. They are returned when the validator has checked
+    what an engine process reads. The validation goes on meanwhile, and the thread that is returned
     too will answer the request. Nothing may be sent before that thread has ended.
     """
-    channel: SocketChannel[EngineOptions | Examine | Stop] = SocketChannel(
-        sock, EngineOptions | Examine | Stop
+    channel: SocketChannel[EngineOptions | Validate | Stop] = SocketChannel(
+        sock, EngineOptions | Validate | Stop
     )
     answering: threading.Thread | None = None
     is_refused = False
@@ -367,7 +367,7 @@ def _read_options(sock: socket.socket) -> tuple[EngineOptions, threading.Thread 
                 return message, answering
             if answering is not None:
                 answering.join()  # a process that forks must have one thread
-            fork = Fork(message.examiner, Path(message.path), message.max_cpu_s)
+            fork = Fork(message.validator, Path(message.path), message.max_cpu_s)
             if fork.wait_until_passed():
                 answering = threading.Thread(target=_answer, args=(fork, channel), daemon=True)
                 answering.start()
@@ -378,10 +378,10 @@ def _read_options(sock: socket.socket) -> tuple[EngineOptions, threading.Thread 
 
 
 def _answer(fork: Fork, channel: SocketChannel[Any]) -> int:
-    """Tell the frontend how an examination ended. Returns its exit status."""
+    """Tell the frontend how a validation ended. Returns its exit status."""
     status, output = fork.finish()
     with contextlib.suppress(ConnectionClosedError):  # the next poll reports that
-        channel.send(Examined(status, output))
+        channel.send(Validated(status, output))
     return status
 
 

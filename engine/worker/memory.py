@@ -14,7 +14,7 @@ from engine.core.memory import MIB, memory_room
 from engine.ipc.options import EngineOptions
 from engine.runtime.groups.windows import min_window_blocks
 from engine.runtime.model_runner import DeviceInfo
-from engine.worker.training_room import room_for_training
+from engine.worker.training_memory import room_for_training
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Default size of the KV pool, as a share of the memory that the weights leave free.

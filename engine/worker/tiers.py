@@ -27,7 +27,7 @@ from engine.runtime.tiers.block_server import BlockServer
 from engine.runtime.tiers.disk import DiskTier
 from engine.runtime.tiers.host import HostTier
 from engine.runtime.tiers.kv_tiers import BlockMover, PinnedMover, attach_tiers
-from engine.runtime.tiers.mover import Mover
+from engine.runtime.tiers.offload_worker import OffloadWorker
 from engine.runtime.tiers.peers import PeerTier
 from engine.runtime.tiers.record import identity_of
 from engine.weights.model import ModelSource
@@ -81,7 +81,7 @@ def add_tiers(
     log.info("cache tiers: %s", ", ".join(tier.name for tier in tiers))
 
 
-def _add_server(kv: KVCache, outgoing: HostTier, peers: PeerOptions, mover: Mover) -> None:
+def _add_server(kv: KVCache, outgoing: HostTier, peers: PeerOptions, mover: OffloadWorker) -> None:
     """Let other engines fetch blocks. The server starts when it is told the token."""
     assert kv.tiers is not None
     files = (peers.cert_file, peers.key_file) if peers.cert_file else None

@@ -35,7 +35,7 @@ from engine.plugins.metrics import PluginMetrics
 from engine.routing.metrics import PrefillCollector, RouterMetrics, ShadowMetrics
 from engine.servers.capabilities import TRANSLATING, verdict_in
 from engine.servers.fine_tuning.progress import JobMetrics
-from engine.servers.schema.dialects.words import DIALECTS, WORDS, Word
+from engine.servers.schema.dialects.parameters import DIALECTS, PARAMETERS, Parameter
 
 FOLDER = Path(__file__).parents[2] / "docs"
 _BOUNDS = (
@@ -88,7 +88,7 @@ def compatibility_page(text: str) -> str:
             *_table("parameter", "chats", "completions", "`/generate`", "what happens"),
         ]
         rows: dict[tuple[str, ...], list[str]] = {}
-        for word in sorted(WORDS.values(), key=lambda each: each.name):
+        for word in sorted(PARAMETERS.values(), key=lambda each: each.name):
             if dialect in word.dialects:
                 rows.setdefault(_verdicts(word), []).append(f"`{word.name}`")
         lines += [_row(", ".join(names), *cells) for cells, names in rows.items()]
@@ -96,7 +96,7 @@ def compatibility_page(text: str) -> str:
     return before + "\n".join([*lines, _END]) + after
 
 
-def _verdicts(word: Word) -> tuple[str, ...]:
+def _verdicts(word: Parameter) -> tuple[str, ...]:
     """The verdict of each endpoint, and what else a reader should know."""
     verdicts = tuple(verdict_in(word, kind) for kind in TRANSLATING.values())
     told = {

@@ -99,7 +99,7 @@ def _served(url: str, model: str | None) -> str:
     """
     import httpx
 
-    from engine.cli.talk.talkers import model_ids
+    from engine.cli.talk.chat_clients import model_ids
 
     key = read_api_key(None)
     headers = {} if key is None else {"authorization": f"Bearer {key}"}

@@ -34,7 +34,7 @@ from engine.core.interfaces.request import (
     GenerateRequest,
     SamplingParams,
 )
-from engine.runtime.groups.adapter_places import AdapterPlaces
+from engine.runtime.groups.adapter_slots import AdapterSlots
 from engine.runtime.model_runner import RunnerSpec
 from engine.runtime.scheduler import Scheduler
 from engine.runtime.tiers.base import Tier
@@ -159,7 +159,7 @@ def adapters_model(rng: random.Random) -> Model:
         }
     refs = [None, *(AdapterRef(each.key, name) for name, each in made.items())]
 
-    def places(scheduler: Scheduler) -> AdapterPlaces:
+    def places(scheduler: Scheduler) -> AdapterSlots:
         in_use = lambda: {seq.adapter for seq in scheduler.sequences()}  # noqa: E731
         return InlinePlaces(runner, lambda path: made[str(path)], in_use, 2, 1)
 

@@ -13,11 +13,11 @@ from engine.core.interfaces.request import (
 )
 from engine.runtime.block_pool import BlockPool
 from engine.runtime.budget import StepBudget
-from engine.runtime.groups.adapter_places import AdapterPlaces
+from engine.runtime.groups.adapter_slots import AdapterSlots
 from engine.runtime.kv_cache import KVCache
 from engine.runtime.loop import EngineLoop
 from engine.runtime.model_runner import ModelRunner
-from engine.runtime.pacing import Pacing
+from engine.runtime.prefill_throttle import PrefillThrottle
 from engine.runtime.radix_cache import RadixCache
 from engine.runtime.scheduler import Scheduler
 from engine.runtime.sequence import ScheduledBatch
@@ -73,7 +73,7 @@ class Engine:
         shape: Shape,
         tier: Tier | None = None,
         draft: ModelRunner | None = None,
-        places: "Callable[[Scheduler], AdapterPlaces] | None" = None,
+        places: "Callable[[Scheduler], AdapterSlots] | None" = None,
     ) -> None:
         size = runner.spec.block_size
         self.pool = BlockPool(shape.num_blocks + 1)
@@ -100,7 +100,7 @@ class Engine:
             *(self.scheduler, runner, self.channel, budget, 1000), adapters=adapters
         )
         if shape.paces:
-            self._loop._pacing = Pacing(budget)
+            self._loop._throttle = PrefillThrottle(budget)
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.endings: dict[tuple[str, int], str] = {}
 
@@ -162,7 +162,7 @@ class Engine:
     def finish(self) -> None:
         for _ in range(MOST_TURNS):
             self.turn()
-            if not self.scheduler.has_work and not self._loop._intake.num_pending:
+            if not self.scheduler.has_work and not self._loop._admission.num_pending:
                 break
         self.turn()
         self.scheduler.check()

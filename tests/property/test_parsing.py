@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.core.parsing.call_rows import JSON, ROWS_BY_NAME
 from engine.core.parsing.formats import ToolFormat
 from engine.core.parsing.json_scanner import JsonScanner, is_object
 from engine.core.parsing.parser import OutputParser
 from engine.core.parsing.pieces import Piece, ReasoningPiece, ToolCallPiece
 from engine.core.parsing.rows import REASONING_ROWS, THINK, ReasoningRow
+from engine.core.parsing.tool_formats import JSON, ROWS_BY_NAME
 
 # On a busy machine, how long an example takes means nothing.
 untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -7,8 +7,8 @@ QUOTAS = "engine.servers.access.quotas"
 BODIES = "engine.servers.http.limits"
 GUARD = "engine.servers.http.guard"
 PLUGIN = "engine.plugins.host"
-EXAMINATION = "engine.core.sandbox.examination"
-CHILD = "engine.core.sandbox.examination_child"
+EXAMINATION = "engine.core.sandbox.checkpoint_validation"
+CHILD = "engine.core.sandbox.validation_child"
 SHARES = "engine.runtime.queue"
 
 AUTH_TESTS = "tests/security/access/test_http_auth.py"
@@ -205,50 +205,50 @@ PLUGINS = [
 LED_ASTRAY = f"{EXAMINATION_TESTS}::test_a_parser_that_was_led_astray_harms_nobody"
 MODEL_FILES = [
     Mutation(
-        "examination: a reader that died has read",
+        "validation: a reader that died has read",
         EXAMINATION,
         "        if status != 0:\n",
         "        if False:\n",
         LED_ASTRAY,
     ),
     Mutation(
-        "examination: a changed file counts as read",
+        "validation: a changed file counts as read",
         EXAMINATION,
         "            return file.read(len(identity) + 1) == identity\n",
         "            return bool(file.read(1))\n",
         f"{EXAMINATION_TESTS}::test_a_file_is_examined_once_until_it_changes",
     ),
     Mutation(
-        "examination: memory has no end",
+        "validation: memory has no end",
         CHILD,
         "        (resource.RLIMIT_AS, 2 * size + HEADROOM_BYTES),\n",
         "",
         LED_ASTRAY,
     ),
     Mutation(
-        "examination: processor time has no end",
+        "validation: processor time has no end",
         CHILD,
         "        (resource.RLIMIT_CPU, max_cpu_s),\n",
         "",
         LED_ASTRAY,
     ),
     Mutation(
-        "examination: programs and connections are allowed",
+        "validation: programs and connections are allowed",
         CHILD,
         "    sys.addaudithook(_refuse)\n",
         "",
         LED_ASTRAY,
     ),
     Mutation(
-        "examination: what a changed file held is kept",
+        "validation: what a changed file held is kept",
         EXAMINATION,
         '        return output if identity_of(self._path) == self._identity else b""\n',
         "        return output\n",
         "tests/unit/frontend/test_text_cache.py"
-        "::test_a_file_that_was_changed_in_an_examination_is_read_again",
+        "::test_a_file_that_was_changed_in_an_validation_is_read_again",
     ),
     Mutation(
-        "examination: a fork keeps the engine's socket",
+        "validation: a fork keeps the engine's socket",
         CHILD,
         "            _close_files()\n",
         "",

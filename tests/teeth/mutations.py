@@ -150,7 +150,7 @@ INVARIANTS = [
     ),
     runtime(
         "INV-18 the gone are remembered",
-        "roster",
+        "sequence_table",
         "        choices.remove(seq)\n        if not choices:\n            del",
         "        if not choices:\n            del",
     ),
@@ -188,20 +188,20 @@ INVARIANTS = [
     ),
     runtime(
         "INV-24 a request is kept while its grammar compiles",
-        "requests.intake",
+        "requests.admission",
         "        if not pending.choices:\n            del self._pending[request_id]\n",
         "",
     ),
     runtime(
         "INV-25 a repeated step forgets the history of its rows",
-        "roster",
+        "sequence_table",
         "            seq.needs_history = True\n\n    def check",
         "\n    def check",
         SCHEDULES,
     ),
     runtime(
         "INV-25 a rollback keeps what was not confirmed",
-        "roster",
+        "sequence_table",
         "            seq.num_computed = seq.num_confirmed\n            seq.needs",
         "            seq.needs",
     ),
@@ -265,7 +265,7 @@ GUARDS = [
     ),
     Mutation(
         "FLT-04 a slow step counts as frozen",
-        "engine.frontend.vigil",
+        "engine.frontend.liveness_monitor",
         "    if vitals.silent_s is not None and vitals.silent_s > FROZEN_AFTER_S:\n",
         "    if (vitals.step_age_s or 0) > FROZEN_AFTER_S:\n",
         f"{WATCHDOG}::test_a_slow_step_is_no_trouble",
@@ -280,7 +280,7 @@ GUARDS = [
     ),
     Mutation(
         "FLT-06 open requests are not told of a death",
-        "engine.frontend.survival",
+        "engine.frontend.request_recovery",
         "        opened.receiver.deliver(error)\n",
         "        pass\n",
         "tests/unit/ipc/test_engine_link.py::"
@@ -302,14 +302,14 @@ GUARDS = [
     ),
     runtime(
         "FLT-10 who can not begin waits for ever",
-        "requests.intake",
+        "requests.admission",
         "if not is_over and any(seq.started_at is not None for seq in group):",
         "if not is_over:",
         f"{SCHEDULER_TESTS}::test_who_can_not_begin_for_long_is_refused_and_who_has_begun_is_not",
     ),
     runtime(
         "FLT-10 a request's choices time out behind each other",
-        "requests.intake",
+        "requests.admission",
         "any(seq.started_at is not None for seq in group)",
         "group[-1].started_at is not None",
         f"{SCHEDULER_TESTS}::test_a_request_has_begun_with_its_first_choice",

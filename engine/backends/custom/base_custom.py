@@ -20,8 +20,14 @@ import msgspec
 
 from engine.architectures.base import ModelConfig
 from engine.architectures.sites import site_list
-from engine.backends.base import BackendConfig, InferenceBackend, Opening, Orphan, ReplayedTokens
-from engine.backends.custom.engine_settings import EXAMINER, changed_options, options_of
+from engine.backends.base import (
+    BackendConfig,
+    InferenceBackend,
+    InterruptedRequest,
+    Opening,
+    ReplayedTokens,
+)
+from engine.backends.custom.engine_settings import VALIDATOR, changed_options, options_of
 from engine.backends.process import RestartPolicy, resident_bytes
 from engine.core.errors import EngineError, UnavailableError
 from engine.core.interfaces.backend import (
@@ -39,7 +45,7 @@ from engine.core.interfaces.snapshot import EngineSnapshot
 from engine.core.interfaces.stats import EngineStats
 from engine.core.interfaces.timeline import Preparation
 from engine.core.memory import memory_room, num_oom_kills, separate_oom_kills
-from engine.core.sandbox.examination import examine
+from engine.core.sandbox.checkpoint_validation import validate
 from engine.core.store.model_store import default_name, resolve_model
 from engine.frontend.adapters import ServedAdapters
 from engine.frontend.engine_client import (
@@ -55,7 +61,7 @@ from engine.frontend.held_images import HeldImages
 from engine.frontend.link import Link
 from engine.frontend.prompts import Preparer, check_prompt, encode_chat
 from engine.frontend.replay import replayed_tokens
-from engine.frontend.survival import OpenRequest
+from engine.frontend.request_recovery import OpenRequest
 from engine.frontend.text_cache import files_key, keep_text
 from engine.frontend.text_model import TextModel, card_of, load_text, with_template
 from engine.ipc.engine_process import WORKER_MODULE, EngineProcess
@@ -79,7 +85,7 @@ class CustomBackend(InferenceBackend):
     # called in a thread.
     worker_module: ClassVar[str] = WORKER_MODULE
     # The function that checks the model's files before they are loaded. It runs in a sandbox.
-    examiner: ClassVar[str] = EXAMINER
+    validator: ClassVar[str] = VALIDATOR
 
     def __init__(
         self,
@@ -123,10 +129,10 @@ class CustomBackend(InferenceBackend):
         path = resolve_model(self._options.model_path)
         self._options = msgspec.structs.replace(self._options, model_path=str(path))
         self._files = files_key(path)
-        await asyncio.to_thread(lambda: keep_text(path, examine(path, self.examiner)))
+        await asyncio.to_thread(lambda: keep_text(path, validate(path, self.validator)))
         if self._options.draft_model:
             draft = resolve_model(self._options.draft_model)
-            await asyncio.to_thread(examine, draft, self.examiner)
+            await asyncio.to_thread(validate, draft, self.validator)
         # This process loads the tokenizer while the engine process loads the weights.
         reading = asyncio.ensure_future(self._preparer.encode(self._read_text, path))
         loading = asyncio.ensure_future(self._link.start())
@@ -195,17 +201,17 @@ class CustomBackend(InferenceBackend):
         can_move = self.fingerprint == successor.fingerprint is not None
         return self._link.hand_over(successor._link) if can_move else None
 
-    def adopt(self, orphan: Orphan) -> bool:
-        opened = orphan.state
-        can_take = self._link.is_up and orphan.fingerprint == self.fingerprint
+    def take_over(self, interrupted: InterruptedRequest) -> bool:
+        opened = interrupted.state
+        can_take = self._link.is_up and interrupted.fingerprint == self.fingerprint
         if can_take and isinstance(opened, OpenRequest):
-            self._link.adopt(opened)
+            self._link.take_over(opened)
         return can_take
 
     def _move(self, opened: OpenRequest) -> bool:
         if self.on_orphan is None or (fingerprint := self.fingerprint) is None:
             return False
-        return self.on_orphan(Orphan(opened.request.request_id, fingerprint, opened))
+        return self.on_orphan(InterruptedRequest(opened.request.request_id, fingerprint, opened))
 
     def _read_text(self, path: Path) -> TextModel:
         text = self.read_text(path)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # Each is a package below `engine`.
 FRAMEWORKS = ("native", "torch", "jax", "tinygrad")
-EXAMINER = "engine.backends.custom.examine:examine_model"
+VALIDATOR = "engine.backends.custom.validation:validate_model"
 # Options that `engine admin swap` may change.
 CHANGEABLE = tuple(
     name for name in EngineOptions.__struct_fields__ if name not in ("model_path", "framework")

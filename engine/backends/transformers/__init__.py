@@ -50,7 +50,7 @@ class TransformersBackend(CustomBackend):
     config_type: ClassVar[type[BackendConfig]] = TransformersConfig
     framework = FRAMEWORK
     worker_module = "engine.backends.transformers.worker"
-    examiner = "engine.backends.transformers.checkpoint:examine_checkpoint"
+    validator = "engine.backends.transformers.checkpoint:validate_checkpoint"
 
     def __init__(
         self,

@@ -76,7 +76,7 @@ def read_text(path: Path) -> TextModel:
     return text_model(checkpoint.shape, tokenizer, checkpoint.quantization, checkpoint.size_bytes)
 
 
-def examine_checkpoint(path: Path, passed: Callable[[], None]) -> None:
+def validate_checkpoint(path: Path, passed: Callable[[], None]) -> None:
     """Parse everything that a server parses of a checkpoint. Raises if something is invalid."""
     read_text(path)
 

@@ -129,7 +129,7 @@ async def _measure(url: str, model: str | None, headers: dict[str, str], load: A
 async def _first_model(client: "httpx.AsyncClient", url: str) -> str:
     import httpx
 
-    from engine.cli.talk.talkers import model_ids
+    from engine.cli.talk.chat_clients import model_ids
 
     try:
         reply = await client.get(f"{url}/models")

@@ -82,8 +82,8 @@ def run(
     if not text:
         _talk(model, url, api_key_file, settings, system, params, uses_server=True)
         return
+    from engine.cli.talk.chat_clients import open_talker
     from engine.cli.talk.session import answer_printer, usage_note
-    from engine.cli.talk.talkers import open_talker
     from engine.core.interfaces.backend import TextEvent, UsageEvent
 
     key = read_api_key(api_key_file)
@@ -113,8 +113,8 @@ def _talk(
     *,
     uses_server: bool,
 ) -> None:
+    from engine.cli.talk.chat_clients import Talker, open_talker
     from engine.cli.talk.session import Session
-    from engine.cli.talk.talkers import Talker, open_talker
 
     key = read_api_key(api_key_file)
 

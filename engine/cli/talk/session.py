@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.cli.console import print_error
+from engine.cli.talk.chat_clients import Talker
 from engine.cli.talk.markdown import MarkdownPrinter
-from engine.cli.talk.talkers import Talker
 from engine.core.errors import ConfigError, EngineError, InvalidRequestError
 from engine.core.interfaces.backend import Event, ReasoningEvent, TextEvent, UsageEvent
 from engine.core.suggestions import suggest

@@ -237,18 +237,18 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """Frontend to engine: abort all requests, release their memory and exit."""
 
 
-class Examine(msgspec.Struct, frozen=True, tag="examine"):
+class Validate(msgspec.Struct, frozen=True, tag="validate"):
     """Frontend to an engine process that has no options yet: parse a model file in a forked child
     process, before the model is loaded from it.
     """
 
-    examiner: str
+    validator: str
     path: str
     max_cpu_s: int
 
 
-class Examined(msgspec.Struct, frozen=True, tag="examined"):
-    """Engine to frontend: the exit status and output of the child that `Examine` started."""
+class Validated(msgspec.Struct, frozen=True, tag="validated"):
+    """Engine to frontend: the exit status and output of the child that `Validate` started."""
 
     status: int
     output: bytes

@@ -12,9 +12,9 @@ from typing import Any, Literal
 from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.backend import ToolChoice
 from engine.core.parsing.call_grammars import call_syntax
-from engine.core.parsing.call_rows import CALL_ROWS, JSON, LLAMA3, PYTHONIC
 from engine.core.parsing.grammars import answer_grammar, channel_grammar, tool_grammar
 from engine.core.parsing.rows import CallRow, Slot, parts_of
+from engine.core.parsing.tool_formats import CALL_ROWS, JSON, LLAMA3, PYTHONIC
 from engine.core.parsing.values import element_text, python_literal, quoted_literal
 from engine.core.text.chat_template import code_words
 

@@ -11,7 +11,6 @@ from functools import cached_property
 from typing import Any
 
 from engine.core.interfaces.backend import ToolChoice
-from engine.core.parsing.call_rows import JSON
 from engine.core.parsing.formats import (
     TemplateHabits,
     Tool,
@@ -24,6 +23,7 @@ from engine.core.parsing.grammars import with_reasoning
 from engine.core.parsing.parser import OutputParser
 from engine.core.parsing.probe import Render, probed_format, probed_habits
 from engine.core.parsing.rows import ReasoningRow, reasoning_row
+from engine.core.parsing.tool_formats import JSON
 
 Message = dict[str, Any]
 _USUAL = TemplateHabits()

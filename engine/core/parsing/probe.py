@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from engine.core.errors import EngineError
-from engine.core.parsing.call_rows import CALL_ROWS, JSON, LLAMA3
 from engine.core.parsing.calls import CallReader
 from engine.core.parsing.formats import TemplateHabits, ToolFormat
 from engine.core.parsing.pieces import ToolCallPiece
 from engine.core.parsing.row_reader import RowReader
 from engine.core.parsing.rows import SLOT, CallRow
 from engine.core.parsing.source import Source, Steps
+from engine.core.parsing.tool_formats import CALL_ROWS, JSON, LLAMA3
 
 # Renders messages and tools. Raises an `EngineError` if the template refuses them.
 Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None], str]

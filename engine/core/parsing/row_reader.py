@@ -6,12 +6,12 @@ that turns out not to be a call is emitted as text.
 
 from functools import cached_property
 
-from engine.core.parsing.call_rows import JSON, ROWS_BY_NAME
 from engine.core.parsing.calls import CallReader
 from engine.core.parsing.json_scanner import is_object
 from engine.core.parsing.pieces import ToolCallPiece
 from engine.core.parsing.rows import CallRow, Slot, parts_of
 from engine.core.parsing.source import NotACall, Source, Steps
+from engine.core.parsing.tool_formats import JSON, ROWS_BY_NAME
 from engine.core.parsing.values import ElementReader, LiteralReader
 
 FENCE = "```"

@@ -90,7 +90,7 @@ def die_with_parent(parent_pid: int) -> None:
         sys.exit(1)  # the parent has already ended; there is nothing to report
 
 
-def offer_to_be_killed() -> None:
+def prefer_oom_kill() -> None:
     """Raise this process's OOM score, so that the kernel kills this process before its parent. The
     parent can restart this process. Containers may start the parent with a high score already.
     """

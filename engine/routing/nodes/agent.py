@@ -31,7 +31,7 @@ from engine.core.interfaces.request import (
     TokenDelta,
 )
 from engine.frontend.engine_link import EngineLink
-from engine.frontend.survival import Engine
+from engine.frontend.request_recovery import Engine
 from engine.ipc.transport import failed_delta
 from engine.routing.nodes.dial import Endpoint, dial
 from engine.routing.nodes.wire import (

@@ -21,8 +21,8 @@ from engine.core.interfaces.stats import EngineStats
 from engine.frontend.engine_client import EngineClient, OnExit, OnMessage
 from engine.frontend.engine_link import EngineLink
 from engine.frontend.link import Link
-from engine.frontend.survival import OpenRequest, Receiver
-from engine.routing.carried_stats import CarriedStats, summed
+from engine.frontend.request_recovery import OpenRequest, Receiver
+from engine.routing.monotonic_stats import MonotonicStats, summed
 from engine.routing.nodes.pooled import PooledEngine
 from engine.routing.nodes.prefill import Prefill, Prefills
 from engine.routing.nodes.request_router import Choice, RequestRouter
@@ -56,7 +56,7 @@ class NodePool:
         # Where requests wait while there is no engine.
         self._lobby = EngineLink(_no_client, None, max_revivals=max_revivals)
         self.prefills = Prefills(self.router, max_revivals, min_prefill_tokens, self._place)
-        self._gone = CarriedStats()  # totals of engines that have left
+        self._gone = MonotonicStats()  # totals of engines that have left
         self._num_revived = 0
         self._last_ready: Ready | None = None
         self.expected: Ready | None = None  # what the first node will be like
@@ -151,7 +151,7 @@ class NodePool:
         self._note(request.request_id, engine, why)
         engine.link.submit(request, receiver)
 
-    def adopt(self, opened: OpenRequest) -> None:
+    def take_over(self, opened: OpenRequest) -> None:
         self._place(opened)
 
     def release(self) -> list[OpenRequest]:
@@ -163,7 +163,7 @@ class NodePool:
     def hand_over(self, successor: Link) -> int:
         released = self.release()
         for opened in released:
-            successor.adopt(opened)
+            successor.take_over(opened)
         return len(released)
 
     def _choose(self, request: GenerateRequest, among: int = -1) -> tuple[PooledEngine, str] | None:
@@ -215,7 +215,7 @@ class NodePool:
             if self.move(opened):
                 return True
             if lost is not self.own:
-                self._lobby.adopt(opened)
+                self._lobby.take_over(opened)
             return lost is not self.own
         self._give(opened, found, f"{lost.name} was lost")
         return True
@@ -236,13 +236,13 @@ class NodePool:
             return
         found = self._choose(opened.request)
         if found is None:
-            self._lobby.adopt(opened)
+            self._lobby.take_over(opened)
         else:
             self._give(opened, found[0], why)
 
     def _give(self, opened: OpenRequest, engine: PooledEngine, why: str) -> None:
         self._note(opened.request.request_id, engine, why)
-        engine.link.adopt(opened)
+        engine.link.take_over(opened)
 
     def _note(self, request_id: str, engine: PooledEngine, why: str) -> None:
         engine.num_requests += 1

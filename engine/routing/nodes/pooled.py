@@ -2,7 +2,7 @@
 
 from engine.core.interfaces.handover import BlockSource, Role
 from engine.frontend.engine_link import EngineLink
-from engine.routing.carried_stats import CarriedStats
+from engine.routing.monotonic_stats import MonotonicStats
 
 
 class PooledEngine:
@@ -19,7 +19,7 @@ class PooledEngine:
         self.num_restarts = link.num_restarts
         self.is_leaving = False
         self.is_silent = False
-        self.totals = CarriedStats()
+        self.totals = MonotonicStats()
         self.role: Role = "both"
         self.blocks: BlockSource | None = None  # where a prefill node serves blocks
 

@@ -23,7 +23,7 @@ from engine.core.interfaces.request import (
     SamplingParams,
     TokenDelta,
 )
-from engine.frontend.survival import Engine, OpenRequest, OpenRequests, Receiver
+from engine.frontend.request_recovery import Engine, OpenRequest, OpenRequests, Receiver
 from engine.routing.nodes.pooled import PooledEngine
 from engine.routing.nodes.request_router import RequestRouter
 
@@ -220,7 +220,7 @@ class Prefills:
             prefill.engine.forget(prefill.own_id, None)
 
     def release(self) -> list[OpenRequest]:
-        """Give up all requests that are held, so that other engines can adopt them."""
+        """Give up all requests that are held, so that other engines can take them over."""
         for prefill in self._under_way.values():
             self._close(prefill, is_answered=False)
         self._under_way.clear()

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from engine.runtime.block_pool import BlockPool
-from engine.runtime.groups.side_column import SideColumn
+from engine.runtime.groups.aux_block_state import AuxBlockState
 from engine.runtime.model_runner import I32, NULL_BLOCK, RunnerSpec
 from engine.runtime.sequence import Row, Sequence
 
@@ -27,7 +27,7 @@ class StateGroup:
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
         self.pool = pool
-        self.column = SideColumn(pool, reach=1)
+        self.column = AuxBlockState(pool, reach=1)
         self._block_size = block_size
 
     def resume(self, seq: Sequence, entries: list[int], num_blocks: int) -> None:

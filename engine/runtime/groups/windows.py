@@ -9,7 +9,7 @@ sequence, however long the sequence is.
 from collections.abc import Iterable
 
 from engine.runtime.block_pool import BlockPool
-from engine.runtime.groups.side_column import SideColumn
+from engine.runtime.groups.aux_block_state import AuxBlockState
 from engine.runtime.model_runner import NULL_BLOCK, RunnerSpec
 from engine.runtime.sequence import Sequence
 
@@ -24,7 +24,7 @@ class WindowGroup:
 
     def __init__(self, pool: BlockPool, window: int, block_size: int, max_row: int) -> None:
         self.pool = pool
-        self.column = SideColumn(pool, -(-(window - 1) // block_size))
+        self.column = AuxBlockState(pool, -(-(window - 1) // block_size))
         self._window = window
         self._block_size = block_size
         fitting = ((pool.num_usable - 1) * block_size - window + 2) // 2

@@ -16,7 +16,7 @@ from engine.core.interfaces.request import SamplingParams
 from engine.runtime.batch import BatchBuilder
 from engine.runtime.block_pool import BlockPool
 from engine.runtime.budget import StepBudget
-from engine.runtime.idle_step import idle_inputs, warm_up
+from engine.runtime.dummy_batch import idle_inputs, warm_up
 from engine.runtime.model_runner import ModelRunner, PendingTokens, Warmable
 from engine.runtime.sequence import Row, ScheduledBatch, Sequence, packed
 

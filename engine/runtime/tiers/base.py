@@ -1,6 +1,7 @@
 """What the tiers of the prefix cache have in common: their interface, and the order of eviction.
 
-Only the two threads of a `Mover` call a tier. One of them reads, the other writes and tidies up.
+Only the two threads of an `OffloadWorker` call a tier. One of them reads, the other writes and
+tidies up.
 """
 
 import heapq
@@ -14,7 +15,7 @@ from engine.runtime.eviction_order import POLICIES, EvictionPolicy, Key
 from engine.runtime.model_runner import Bytes
 from engine.runtime.tiers.record import (
     BadRecordError,
-    Place,
+    BlockKey,
     RecordShape,
     check_header,
     check_payload,
@@ -41,7 +42,7 @@ class Wanted:
 
     shape: RecordShape
     identity: bytes
-    places: Sequence[Place]
+    places: Sequence[BlockKey]
 
     def name(self, index: int) -> str:
         return record_name(self.shape, self.places[index].key)
@@ -63,7 +64,7 @@ class Record:
 
     shape: RecordShape
     identity: bytes
-    place: Place
+    place: BlockKey
     payload: Bytes
 
     @property

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from engine.runtime.model_runner import Bytes, Group
 from engine.runtime.tiers.health import WatchedTier
-from engine.runtime.tiers.record import Place, RecordShape
+from engine.runtime.tiers.record import BlockKey, RecordShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class ReadJob:
     cache: its group, its reach, and which blocks have an entry there.
     """
 
-    places: Sequence[Place]
+    places: Sequence[BlockKey]
     first: int
     sides: Sequence[tuple[Group, int, list[int]]]
     # The seconds that computing one block would take. None if no step was measured yet.
@@ -73,7 +73,7 @@ class WriteJob:
     """Blocks to store. `rows` returns their bytes. It may wait for the device."""
 
     shape: RecordShape
-    places: Sequence[Place]
+    places: Sequence[BlockKey]
     rows: Callable[[], Bytes]
 
     @property

@@ -16,9 +16,9 @@ from engine.runtime.model_runner import NULL_BLOCK, Bytes, Group, RunnerSpec
 from engine.runtime.tiers.base import Tier, record_name
 from engine.runtime.tiers.health import WatchedTier
 from engine.runtime.tiers.jobs import Batch, ReadJob, WriteJob
-from engine.runtime.tiers.mover import MAX_ALL_AHEAD_BYTES, Mover
+from engine.runtime.tiers.offload_worker import MAX_ALL_AHEAD_BYTES, OffloadWorker
 from engine.runtime.tiers.peers import PeerTier
-from engine.runtime.tiers.record import Place, RecordShape, chain, root_key
+from engine.runtime.tiers.record import BlockKey, RecordShape, chain, root_key
 
 if TYPE_CHECKING:
     from engine.runtime.kv_cache import KVCache
@@ -84,7 +84,7 @@ class KVTiers:
         self,
         kv: "KVCache",
         runner: BlockMover,
-        mover: Mover,
+        mover: OffloadWorker,
         identity: bytes,
         shapes: dict[Group, RecordShape],
         prompt_s: Callable[[int], float | None],
@@ -320,14 +320,14 @@ class KVTiers:
             root = root_key(self.identity, seq.namespace)
             chain(root, seq.tokens[: count * size], size, seq.keys)
 
-    def _places(self, seq: "Seq", count: int) -> list[Place]:
+    def _places(self, seq: "Seq", count: int) -> list[BlockKey]:
         return [self._place(seq, index) for index in range(count)]
 
-    def _place(self, seq: "Seq", index: int) -> Place:
+    def _place(self, seq: "Seq", index: int) -> BlockKey:
         size = self._kv.block_size
         parent = seq.keys[index - 1] if index else root_key(self.identity, seq.namespace)
         tokens = seq.tokens[index * size : (index + 1) * size]
-        return Place(seq.keys[index], parent, tokens.tobytes())
+        return BlockKey(seq.keys[index], parent, tokens.tobytes())
 
 
 def attach_tiers(
@@ -338,8 +338,8 @@ def attach_tiers(
     identity: bytes,
     prompt_s: Callable[[int], float | None],
     kind: str = "full",
-    make_mover: Callable[..., Mover] = Mover,
-) -> Mover:
+    make_mover: Callable[..., OffloadWorker] = OffloadWorker,
+) -> OffloadWorker:
     """Give a KV cache its tiers, fastest first. `kind` is the kind of the records of full blocks.
     The caller starts the mover.
     """

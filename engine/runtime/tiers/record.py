@@ -62,7 +62,7 @@ class RecordShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class BlockKey:
     """Where a block belongs: its key, its parent's key, and its tokens."""
 
     key: bytes
@@ -76,7 +76,7 @@ class Header:
 
     kind: Literal["full", "window", "state", "latent"]
     identity: bytes
-    place: Place
+    place: BlockKey
     num_bytes: int
     checksums: tuple[int, ...]
 
@@ -123,7 +123,9 @@ def chain(root: bytes, tokens: Tokens, block_size: int, known: list[bytes]) -> N
         known.append(parent)
 
 
-def encode_header(shape: RecordShape, identity: bytes, place: Place, payload: memoryview) -> bytes:
+def encode_header(
+    shape: RecordShape, identity: bytes, place: BlockKey, payload: memoryview
+) -> bytes:
     """The header of a record. `payload` are the bytes of the block."""
     assert len(payload) == shape.num_bytes, (len(payload), shape)
     head = _HEAD.pack(
@@ -163,10 +165,10 @@ def decode_header(data: bytes | bytearray) -> Header:
     if next_key(parent, tokens) != key:
         raise BadRecordError("the key is not that of the tokens")
     sums = struct.unpack_from(f"<{num_pieces}I", data, _HEAD.size + 4 * num_tokens)
-    return Header(KINDS[kind], identity, Place(key, parent, tokens), num_bytes, sums)
+    return Header(KINDS[kind], identity, BlockKey(key, parent, tokens), num_bytes, sums)
 
 
-def check_header(header: Header, shape: RecordShape, identity: bytes, place: Place) -> None:
+def check_header(header: Header, shape: RecordShape, identity: bytes, place: BlockKey) -> None:
     """Raise `BadRecordError` unless this is the header of the block at `place`."""
     if header.identity != identity:
         raise BadRecordError("of another model or other numerics")

@@ -25,7 +25,7 @@ from engine.servers.anthropic.schema import (
 )
 from engine.servers.http.request_log import record_of
 from engine.servers.serving.admission import Ticket
-from engine.servers.serving.chat import ChatAsk, chat_model, chat_request, open_chat
+from engine.servers.serving.chat import ChatInput, chat_model, chat_request, open_chat
 from engine.servers.serving.services import (
     Services,
     json_bytes,
@@ -95,7 +95,7 @@ async def _read(
 
 def _ask(
     services: Services, request: Request, body: PromptBody, prompt: AnthropicPrompt, card: ModelCard
-) -> ChatAsk:
+) -> ChatInput:
     """The conversation in the form that all chat APIs share. Warns the client about features that
     are not supported.
     """

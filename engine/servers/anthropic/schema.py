@@ -30,12 +30,12 @@ from engine.servers.anthropic.blocks import BlockReader, with_system
 from engine.servers.http.errors import invalid_request, problem
 from engine.servers.schema import fields
 from engine.servers.schema.body import SamplingBody
+from engine.servers.schema.dialects.parameters import Parameter
 from engine.servers.schema.dialects.reading import read_words
-from engine.servers.schema.dialects.words import Word
 from engine.servers.schema.messages import MAX_MESSAGES
 from engine.servers.schema.structured import schema_spec
 from engine.servers.schema.tools import MAX_TOOLS, known_name
-from engine.servers.serving.chat import ChatAsk, effort_options, thinking_switch
+from engine.servers.serving.chat import ChatInput, effort_options, thinking_switch
 from engine.servers.serving.services import Services
 
 # The value of `context_management` by which Claude Code asks to keep all thinking. The server
@@ -56,7 +56,7 @@ NO_EFFECT: dict[str, tuple[Any, ...]] = {
     "user_profile_id": (),
 }
 _UNSUPPORTED = {
-    name: Word(name=name, dialects=("anthropic",), note="", off=off)
+    name: Parameter(name=name, dialects=("anthropic",), note="", off=off)
     for name, off in NO_EFFECT.items()
 }
 
@@ -198,8 +198,8 @@ class AnthropicPrompt:
     grammar: GrammarSpec | None
     warnings: dict[str, str]
 
-    def ask(self, card: ModelCard, options: dict[str, Any]) -> ChatAsk:
-        return ChatAsk(
+    def ask(self, card: ModelCard, options: dict[str, Any]) -> ChatInput:
+        return ChatInput(
             card,
             self.messages,
             tools=self.tools,

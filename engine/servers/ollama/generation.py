@@ -31,7 +31,7 @@ from engine.servers.openai.format import collect
 from engine.servers.serving.admission import Ticket
 from engine.servers.serving.chat import (
     NO_TEXT,
-    ChatAsk,
+    ChatInput,
     effort_options,
     open_chat,
     require_grammar,
@@ -106,10 +106,10 @@ def _ask(
     body: OllamaGenerationBody,
     messages: tuple[dict[str, Any], ...],
     tools: tuple[dict[str, Any], ...] = (),
-) -> ChatAsk:
+) -> ChatInput:
     last = messages[-1]
     continues = last["role"] == "assistant" and "tool_calls" not in last
-    return ChatAsk(
+    return ChatInput(
         card,
         messages,
         tools=tools,
@@ -143,7 +143,7 @@ async def _open(
     request: Request,
     ticket: Ticket,
     body: OllamaGenerationBody,
-    ask: ChatAsk,
+    ask: ChatInput,
 ) -> EventPump:
     params = body.params(ask.card)
     completion_id = new_completion_id("ollama")

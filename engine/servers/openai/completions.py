@@ -42,7 +42,7 @@ from engine.servers.openai.token_fields import adapted, with_token_params
 from engine.servers.serving.admission import Ticket
 from engine.servers.serving.chat import (
     NO_TEXT,
-    ChatAsk,
+    ChatInput,
     Follow,
     chat_model,
     effort_options,
@@ -167,10 +167,10 @@ async def stream_chunks(
     )
 
 
-def chat_ask(services: Services, request: Request, body: ChatBody, card: ModelCard) -> ChatAsk:
+def chat_ask(services: Services, request: Request, body: ChatBody, card: ModelCard) -> ChatInput:
     check_structure(services, request, body, card)
     choice, tools = body.choice_of_tools
-    return ChatAsk(
+    return ChatInput(
         card,
         body.messages,
         tools=tools,

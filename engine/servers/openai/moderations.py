@@ -21,7 +21,7 @@ from engine.servers.schema import fields
 from engine.servers.schema.body import SamplingBody
 from engine.servers.schema.images import Content, image_from_url
 from engine.servers.serving.admission import Ticket
-from engine.servers.serving.chat import ChatAsk, chat_request, thinking_switch
+from engine.servers.serving.chat import ChatInput, chat_request, thinking_switch
 from engine.servers.serving.generation_context import generation_context
 from engine.servers.serving.services import Services, json_response, new_completion_id
 
@@ -206,7 +206,7 @@ async def _asked(
 ) -> ChatRequest:
     messages = ({"role": "system", "content": _INSTRUCTIONS}, message)
     options = thinking_switch(card, False)
-    ask = ChatAsk(card, messages, grammar=_GRAMMAR, template_options=options)
+    ask = ChatInput(card, messages, grammar=_GRAMMAR, template_options=options)
     own = msgspec.structs.replace(
         context,
         request_id=f"{context.request_id}-{index}",

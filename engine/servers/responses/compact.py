@@ -22,7 +22,7 @@ from engine.servers.responses.store import PREFIX
 from engine.servers.schema.body import SamplingBody
 from engine.servers.serving.admission import Ticket
 from engine.servers.serving.chat import (
-    ChatAsk,
+    ChatInput,
     chat_model,
     open_chat,
     thinking_switch,
@@ -47,7 +47,7 @@ async def compact(
     prompt = await maker.prompt(body, principal_of(request).name)
     if all(message["role"] == "system" for message in prompt.messages):
         raise problem("input", "is needed, or previous_response_id")
-    ask = ChatAsk(
+    ask = ChatInput(
         card, _asking_for_summary(prompt.messages), template_options=thinking_switch(card, False)
     )
     response_id = PREFIX + secrets.token_hex(16)

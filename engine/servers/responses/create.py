@@ -39,7 +39,7 @@ from engine.servers.responses.schema import (
 from engine.servers.responses.store import PREFIX, ResponseStore, Turn
 from engine.servers.serving.admission import Ticket
 from engine.servers.serving.chat import (
-    ChatAsk,
+    ChatInput,
     chat_model,
     effort_options,
     open_chat,
@@ -190,7 +190,7 @@ class ResponseMaker:
 
     def chat_ask(
         self, request: Request, body: PromptBody, card: ModelCard, messages: Messages
-    ) -> ChatAsk:
+    ) -> ChatInput:
         services = self._services
         if body.text_format.parsed.has_description:
             services.warn(request, "text.format.description", "is not shown to the model")
@@ -198,7 +198,7 @@ class ResponseMaker:
             kinds = ", ".join(dict.fromkeys(body.offered.left_out))
             services.warn(request, "tools", f"left out what this server can't run: {kinds}")
         choice, tools = body.choice_of_tools
-        return ChatAsk(
+        return ChatInput(
             card,
             messages,
             tools=tools,

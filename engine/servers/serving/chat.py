@@ -1,7 +1,7 @@
 """Submits conversations to the backend, for all chat APIs.
 
-Each API parses its request body into a `ChatAsk`. If the model does not support a feature that the
-`ChatAsk` uses, the request is refused or the client gets a warning. So all APIs make the same
+Each API parses its request body into a `ChatInput`. If the model does not support a feature that
+the `ChatInput` uses, the request is refused or the client gets a warning. So all APIs make the same
 checks with the same messages.
 """
 
@@ -47,7 +47,7 @@ Follow = Callable[[AsyncIterator[Event]], AsyncIterator[Event]]
 
 
 @dataclass(frozen=True, slots=True)
-class ChatAsk:
+class ChatInput:
     """A conversation in the form that all chat APIs share. `card` describes the model that will
     answer.
     """
@@ -74,7 +74,7 @@ def chat_model(services: Services, request: Request, name: str | None, param: st
 
 
 async def chat_request(
-    services: Services, request: Request, ask: ChatAsk, context: GenerationContext
+    services: Services, request: Request, ask: ChatInput, context: GenerationContext
 ) -> ChatRequest:
     """Build the request for the backend. Raises if the model lacks a feature that `ask` needs."""
     require_grammar(services, ask.card, ask.grammar)
@@ -112,7 +112,7 @@ async def open_chat(
     services: Services,
     request: Request,
     ticket: Ticket,
-    ask: ChatAsk,
+    ask: ChatInput,
     sampling: SamplingBody,
     params: SamplingParams,
     completion_id: str,
@@ -173,7 +173,7 @@ def check_tools(
         services.warn(request, "tools", "emulated with a prompt, the model was not made for them")
 
 
-def _without_idle_grammar(services: Services, request: Request, ask: ChatAsk) -> ChatAsk:
+def _without_idle_grammar(services: Services, request: Request, ask: ChatInput) -> ChatInput:
     """Drop the answer's grammar if the answer must be a tool call. Then only the tool's schema can
     be followed.
     """

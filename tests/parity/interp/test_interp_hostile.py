@@ -18,7 +18,7 @@ from engine.core.interp.results import Result
 from engine.core.interp.spec import parse_interp
 from engine.core.interp.vectors import VectorStore
 from engine.core.memory import MemoryRoom
-from engine.ipc.heartbeat import UNKNOWN_PATIENCE_S
+from engine.ipc.heartbeat import UNKNOWN_STEP_TIMEOUT_S
 from engine.ipc.transport import encode_frame
 from engine.library.steering import tensors_of
 from engine.runtime.interp import probe as probe_module
@@ -246,7 +246,7 @@ def test_a_result_may_take_longer_than_a_step(
     monkeypatch.setattr(Reports, "advance", observed)
     monkeypatch.setattr(engine.loop._budget, "patience_s", lambda *_: 10.0)
     engine.run(request("r", tiny_models.text(5), sites=(SITE,)))
-    assert patience and set(patience) == {UNKNOWN_PATIENCE_S}
+    assert patience and set(patience) == {UNKNOWN_STEP_TIMEOUT_S}
 
 
 def test_a_row_with_many_taps_is_computed_in_parts(

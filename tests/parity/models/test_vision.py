@@ -144,7 +144,7 @@ class Run:
         )
         self.channel.outbox.clear()
         self.loop.turn(0.0)
-        while self.scheduler.has_work or self.loop._intake.num_pending:
+        while self.scheduler.has_work or self.loop._admission.num_pending:
             self.loop.turn(0.0)
             self.scheduler.check()
         deltas = [d for m in self.channel.outbox if isinstance(m, Deltas) for d in m.deltas]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.core.errors import ModelError
-from engine.core.sandbox.examination import files_of
+from engine.core.sandbox.checkpoint_validation import files_of
 
 SLOW_S = 2.0
 HEADROOM_BYTES = 64 << 20

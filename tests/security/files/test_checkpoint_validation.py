@@ -10,12 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from engine.backends.custom.engine_settings import EXAMINER, engine_options
+from engine.backends.custom.engine_settings import VALIDATOR, engine_options
 from engine.core.config_schema import Settings
 from engine.core.errors import ModelError, ModelFormatError
 from engine.core.interfaces.request import FromEngine, Ready
-from engine.core.sandbox import examination
-from engine.core.sandbox.examination import Examination, Reading, Spawned, StartReading, examine
+from engine.core.sandbox import checkpoint_validation as validation
+from engine.core.sandbox.checkpoint_validation import (
+    Reading,
+    Spawned,
+    StartReading,
+    Validation,
+    validate,
+)
 from engine.ipc.engine_process import EngineProcess
 from engine.ipc.transport import ConnectionClosedError, SocketChannel
 from tests.support.fakes.quick_engine import begun_file
@@ -23,7 +29,7 @@ from tests.support.fakes.quick_engine import begun_file
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(examination, "_marks_directory", lambda: tmp_path / "examined")
+    monkeypatch.setattr(validation, "_marks_directory", lambda: tmp_path / "examined")
     path = tmp_path / "model.gguf"
     path.write_bytes(b"GGUF" + bytes(100))
     return path
@@ -38,7 +44,7 @@ def process() -> Iterator[EngineProcess]:
 
 @pytest.fixture(params=["a process of its own", "a fork of the engine's process"])
 def start(request: pytest.FixtureRequest, process: EngineProcess) -> StartReading:
-    return Spawned if request.param == "a process of its own" else process.examine
+    return Spawned if request.param == "a process of its own" else process.validate
 
 
 @pytest.mark.parametrize(
@@ -57,7 +63,7 @@ def test_a_parser_that_was_led_astray_harms_nobody(
     model: Path, start: StartReading, deed: str, words: str
 ) -> None:
     with pytest.raises(ModelFormatError, match=words):
-        examine(
+        validate(
             model, f"tests.support.fakes.hostile_parsers:{deed}", start, max_seconds=60, max_cpu_s=1
         )
     assert not (model.parent / "canary").exists()
@@ -66,26 +72,26 @@ def test_a_parser_that_was_led_astray_harms_nobody(
 
 def test_one_that_never_ends_is_ended(model: Path, start: StartReading) -> None:
     with pytest.raises(ModelFormatError, match="within 1 s"):
-        examine(model, "tests.support.fakes.hostile_parsers:sleep", start, max_seconds=1)
+        validate(model, "tests.support.fakes.hostile_parsers:sleep", start, max_seconds=1)
 
 
-def test_what_the_examiner_says_is_what_the_user_reads(model: Path, start: StartReading) -> None:
+def test_what_the_validator_says_is_what_the_user_reads(model: Path, start: StartReading) -> None:
     with pytest.raises(ModelError, match="there is no model in it") as raised:
-        examine(model, "tests.support.fakes.hostile_parsers:refuse", start)
+        validate(model, "tests.support.fakes.hostile_parsers:refuse", start)
     assert type(raised.value) is ModelError
     with pytest.raises(ModelFormatError, match="version"):
-        examine(model, EXAMINER, start)
+        validate(model, VALIDATOR, start)
 
 
-def test_what_the_examiner_found_is_handed_on_unless_it_is_too_much(
+def test_what_the_validator_found_is_handed_on_unless_it_is_too_much(
     model: Path, start: StartReading
 ) -> None:
-    assert examine(model, "tests.support.fakes.hostile_parsers:find", start) == b"found" * 100_000
-    assert examine(model, "tests.support.fakes.hostile_parsers:find_too_much", start) == b""
+    assert validate(model, "tests.support.fakes.hostile_parsers:find", start) == b"found" * 100_000
+    assert validate(model, "tests.support.fakes.hostile_parsers:find_too_much", start) == b""
 
 
 def test_a_fork_holds_nothing_of_the_engine(model: Path, process: EngineProcess) -> None:
-    examine(model, "tests.support.fakes.hostile_parsers:hold_three_files", process.examine)
+    validate(model, "tests.support.fakes.hostile_parsers:hold_three_files", process.validate)
 
 
 @pytest.mark.parametrize("reads_it", [False, True])
@@ -94,13 +100,13 @@ def test_an_engine_that_ends_examines_nothing(
 ) -> None:
     if not reads_it:
         process.process.send_signal(signal.SIGSTOP)
-    examination = Examination(model, "tests.support.fakes.hostile_parsers:sleep", process.examine)
+    validation = Validation(model, "tests.support.fakes.hostile_parsers:sleep", process.validate)
     if reads_it:
         time.sleep(1)
     process.process.kill()
     process.process.wait()
     with pytest.raises(ConnectionClosedError):
-        examination.finish()
+        validation.finish()
     assert not (model.parent / "examined").exists()
 
 
@@ -112,8 +118,8 @@ def quick() -> Iterator[EngineProcess]:
 
 
 def test_an_engine_begins_when_what_it_reads_has_passed(model: Path, quick: EngineProcess) -> None:
-    """And its first message comes behind the end of the examination, and is not lost."""
-    begun = Examination(model, "tests.support.fakes.hostile_parsers:pass_and_wait", quick.examine)
+    """And its first message comes behind the end of the validation, and is not lost."""
+    begun = Validation(model, "tests.support.fakes.hostile_parsers:pass_and_wait", quick.validate)
     quick.begin(engine_options(Settings(), "native", model))
     assert begun.finish() == b"found"
     channel: SocketChannel[FromEngine] = SocketChannel(quick.socket, FromEngine)
@@ -124,7 +130,7 @@ def test_an_engine_begins_when_what_it_reads_has_passed(model: Path, quick: Engi
 def test_an_engine_never_begins_with_what_was_refused(
     model: Path, quick: EngineProcess, deed: str
 ) -> None:
-    begun = Examination(model, f"tests.support.fakes.hostile_parsers:{deed}", quick.examine)
+    begun = Validation(model, f"tests.support.fakes.hostile_parsers:{deed}", quick.validate)
     quick.begin(engine_options(Settings(), "native", model))
     with pytest.raises(ModelError):
         begun.finish()
@@ -133,7 +139,7 @@ def test_an_engine_never_begins_with_what_was_refused(
 
 
 def test_what_is_refused_late_is_refused_all_the_same(model: Path, quick: EngineProcess) -> None:
-    begun = Examination(model, "tests.support.fakes.hostile_parsers:refuse_late", quick.examine)
+    begun = Validation(model, "tests.support.fakes.hostile_parsers:refuse_late", quick.validate)
     quick.begin(engine_options(Settings(), "native", model))
     with pytest.raises(ModelError, match="its text is bad"):
         begun.finish()
@@ -145,33 +151,33 @@ def test_a_file_is_examined_once_until_it_changes(
 ) -> None:
     runs = []
 
-    def start(examiner: str, path: Path, max_cpu_s: int) -> Reading:
-        runs.append(examiner)
+    def start(validator: str, path: Path, max_cpu_s: int) -> Reading:
+        runs.append(validator)
         return Spawned("tests.support.fakes.hostile_parsers:nothing", path, max_cpu_s)
 
-    monkeypatch.setattr(examination, "_SETTLED_SECONDS", 0.0)
+    monkeypatch.setattr(validation, "_SETTLED_SECONDS", 0.0)
     for _ in range(3):
-        examine(model, "tests.support.fakes.hostile_parsers:nothing", start)
+        validate(model, "tests.support.fakes.hostile_parsers:nothing", start)
     assert len(runs) == 1
     model.write_bytes(b"GGUF" + bytes(101))
-    examine(model, "tests.support.fakes.hostile_parsers:nothing", start)
+    validate(model, "tests.support.fakes.hostile_parsers:nothing", start)
     assert len(runs) == 2
-    examine(model, "tests.support.fakes.hostile_parsers:refuse", start)
+    validate(model, "tests.support.fakes.hostile_parsers:refuse", start)
     assert len(runs) == 3
     (mark, _) = (model.parent / "examined").iterdir()
     mark.chmod(0o666)
     os.utime(mark)
-    examine(model, "tests.support.fakes.hostile_parsers:nothing", start)
-    examine(model, "tests.support.fakes.hostile_parsers:refuse", start)
+    validate(model, "tests.support.fakes.hostile_parsers:nothing", start)
+    validate(model, "tests.support.fakes.hostile_parsers:refuse", start)
     assert len(runs) == 4, "a mark that others may have made counts for nothing"
 
 
-def test_an_examination_goes_on_beside_its_caller(model: Path) -> None:
-    begun = Examination(model, "tests.support.fakes.hostile_parsers:refuse")
+def test_an_validation_goes_on_beside_its_caller(model: Path) -> None:
+    begun = Validation(model, "tests.support.fakes.hostile_parsers:refuse")
     assert begun.is_under_way
     with pytest.raises(ModelError, match="there is no model in it"):
         begun.finish()
 
 
 def test_the_default_model_passes(default_model: Path, model: Path, start: StartReading) -> None:
-    examine(default_model, EXAMINER, start)
+    validate(default_model, VALIDATOR, start)

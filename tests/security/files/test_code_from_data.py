@@ -34,7 +34,7 @@ IMPORTERS = {
     "tools/inspection.py",
     "frontend/engine_client.py",
     "core/registry/registry.py",
-    "core/sandbox/examination_child.py",
+    "core/sandbox/validation_child.py",
     "servers/access/rate_windows.py",
     "servers/app.py",
 }
@@ -45,7 +45,7 @@ CTYPES_USERS = {
     "torch/kernels/cuda/decode.py",
     "torch/kernels/cuda/gated_linear.py",
     "torch/kernels/cuda/library.py",
-    "core/sandbox/examination_child.py",
+    "core/sandbox/validation_child.py",
     "core/sandbox/processes.py",
     "finetuning/memory.py",
 }

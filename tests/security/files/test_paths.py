@@ -16,7 +16,7 @@ from engine.core.config_types import Dialect
 from engine.core.errors import InvalidRequestError, ModelFormatError
 from engine.core.interfaces.request import ControlReply
 from engine.core.observability.metrics import Metrics
-from engine.core.sandbox import examination
+from engine.core.sandbox import checkpoint_validation as validation
 from engine.core.store.adapter_store import adapters_directory
 from engine.frontend.adapters import ServedAdapters
 from engine.servers.app import create_app
@@ -160,8 +160,8 @@ async def test_a_folder_that_is_no_adapter_is_not_walked(
 def test_a_folder_with_too_many_files_is_no_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(examination, "MAX_FILES", 3)
+    monkeypatch.setattr(validation, "MAX_FILES", 3)
     for number in range(5):
         (tmp_path / f"{number}").touch()
     with pytest.raises(ModelFormatError, match="more than 3 files"):
-        examination.identity_of(tmp_path)
+        validation.identity_of(tmp_path)

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from engine.backends.custom.engine_settings import EXAMINER
+from engine.backends.custom.engine_settings import VALIDATOR
 from engine.core.errors import ModelFormatError
-from engine.core.sandbox.examination import examine
+from engine.core.sandbox.checkpoint_validation import validate
 from engine.frontend.text_model import load_text
 from tests.support.files import checkpoint_folders
 
@@ -70,7 +70,7 @@ def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path: Path, change: Change
     assert len(str(raised.value)) < 1000
     if change is other_model:
         with pytest.raises(ModelFormatError, match="different models"):
-            examine(tmp_path, EXAMINER)
+            validate(tmp_path, VALIDATOR)
 
 
 def test_rows_without_a_piece_and_control_tokens_without_a_row_are_common(tmp_path: Path) -> None:

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from engine.core.parsing.call_rows import ROWS_BY_NAME
 from engine.core.parsing.formats import ToolFormat
 from engine.core.parsing.json_scanner import MAX_DEPTH, JsonScanner
 from engine.core.parsing.parser import OutputParser
 from engine.core.parsing.pieces import Piece, ReasoningPiece, TextPiece, ToolCallPiece
 from engine.core.parsing.rows import THINK
+from engine.core.parsing.tool_formats import ROWS_BY_NAME
 
 NAMES = frozenset({"f", "get_weather"})
 # One format of every kind of arguments, and the JSON formats that differ most.

@@ -1,5 +1,5 @@
-"""Misbehaving parsers, as examiners for `engine.core.sandbox.examination`: what a hostile file
-might make a parser do.
+"""Misbehaving parsers, as validators for `engine.core.sandbox.checkpoint_validation`: what a
+hostile file might make a parser do.
 """
 
 import os
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from engine.core.errors import ModelError
-from engine.core.sandbox.examination import MAX_OUTPUT_BYTES
+from engine.core.sandbox.checkpoint_validation import MAX_OUTPUT_BYTES
 from tests.support.fakes.quick_engine import begun_file
 
 Passed = Callable[[], None]

@@ -17,7 +17,7 @@ from engine.frontend.engine_link import EngineLink
 from engine.ipc.heartbeat import Vitals
 
 READY = Ready(256, 64, 16, 8, "float32", "cpu", 0.1)
-HEALTHY = Vitals(step_age_s=None, patience_s=10.0, silent_s=0.1)
+HEALTHY = Vitals(step_age_s=None, step_timeout_s=10.0, silent_s=0.1)
 
 
 class ScriptedClient:

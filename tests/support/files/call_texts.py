@@ -11,11 +11,11 @@ from llguidance import LLMatcher
 
 from engine.core.grammar.child import byte_tokenizer
 from engine.core.interfaces.backend import ToolChoice
-from engine.core.parsing.call_rows import ROWS_BY_NAME
 from engine.core.parsing.formats import ToolFormat
 from engine.core.parsing.parser import OutputParser
 from engine.core.parsing.pieces import ReasoningPiece, TextPiece, ToolCallPiece
 from engine.core.parsing.rows import CallRow, ReasoningRow
+from engine.core.parsing.tool_formats import ROWS_BY_NAME
 
 PARAMETERS: dict[str, Any] = {
     "type": "object",

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.runtime.groups.adapter_places import AdapterPlaces
+from engine.runtime.groups.adapter_slots import AdapterSlots
 from tests.support.files.safetensors_files import file_bytes
 
 PREFIX = "base_model.model."
@@ -39,7 +39,7 @@ def peft_folder(
     return folder
 
 
-class InlinePlaces(AdapterPlaces):
+class InlinePlaces(AdapterSlots):
     """Loads adapters in the engine loop itself, so that a schedule is the same every time."""
 
     def _load(self, path: str) -> "Future[Any]":

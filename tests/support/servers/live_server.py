@@ -19,9 +19,9 @@ from engine.core.config_schema import Settings
 from engine.core.listening import address_of, bind_probes, bind_socket
 from engine.core.observability.metrics import Metrics
 from engine.servers.app import create_app
+from engine.servers.http_workers.pool import Writers
 from engine.servers.run import HttpServer
 from engine.servers.serving.services import Services
-from engine.servers.writers.pool import Writers
 from tests.support.fakes.fake_backend import MODEL, FakeBackend
 
 

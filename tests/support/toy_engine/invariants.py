@@ -261,7 +261,7 @@ def queues(now: Snapshot) -> None:
         assert seq.finish_reason is None
         known = len(seq.tokens) + seq.num_sampling + drafted.get(seq, 0)
         assert 0 <= seq.num_confirmed <= seq.num_computed <= known
-    for each in now.engine.loop._intake._pending.values():
+    for each in now.engine.loop._admission._pending.values():
         assert each.choices, "a grammar compiles for nobody"
     if not everybody:
         assert not scheduler._inflight._owners and not scheduler._inflight._chains

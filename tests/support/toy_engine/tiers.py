@@ -1,12 +1,12 @@
 """A toy engine whose prefix cache has tiers. Blocks move within the call, without threads."""
 
 from engine.runtime.tiers.kv_tiers import attach_tiers
-from engine.runtime.tiers.mover import Mover
+from engine.runtime.tiers.offload_worker import OffloadWorker
 from engine.runtime.tiers.record import identity_of
 from tests.support.toy_engine.engine import ToyEngine
 
 
-class InlineMover(Mover):
+class InlineMover(OffloadWorker):
     def read(self, job) -> None:
         super().read(job)
         while not job.is_done:
@@ -23,7 +23,7 @@ def add_tiers(
     identity: str = "toy",
     prompt_s=lambda count: None,
     make_mover=InlineMover,
-) -> Mover:
+) -> OffloadWorker:
     return attach_tiers(
         engine.kv,
         engine.runner,

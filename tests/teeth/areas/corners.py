@@ -41,7 +41,7 @@ MUTATIONS = [
     ),
     Mutation(
         "corners: long gaps cost nothing",
-        "engine.runtime.pacing",
+        "engine.runtime.prefill_throttle",
         "self._credit - max(0, demand.num_decoding - known)",
         "self._credit",
         "tests/unit/runtime/test_prefill_throttle.py::test_few_gaps_are_long_if_fewer_sequences_start_than_decode",

@@ -16,14 +16,14 @@ MUTATIONS = [
     ),
     Mutation(
         "insight: time that others spent waiting counts for a held sequence",
-        "engine.runtime.insight.timekeeping",
+        "engine.runtime.insight.request_timing",
         "        for reason in (STEP, BUDGET, BLOCKS):\n",
         "        for reason in (STEP, BUDGET):\n",
         f"{EXPLAIN_TESTS}::test_what_others_wait_for_does_not_count_for_a_held_sequence",
     ),
     Mutation(
         "insight: a prompt that was never computed counts as evicted",
-        "engine.runtime.insight.timekeeping",
+        "engine.runtime.insight.request_timing",
         "        while count < len(chain) and chain[count] in seen:\n",
         "        while count < len(chain):\n",
         f"{NAMED}[cold]",
@@ -37,7 +37,7 @@ MUTATIONS = [
     ),
     Mutation(
         "insight: what happened to a client that left is lost",
-        "engine.frontend.survival",
+        "engine.frontend.request_recovery",
         "        self._left[request_id] = notes\n",
         "",
         f"{API_TESTS}::test_a_client_that_leaves_is_explained_too",

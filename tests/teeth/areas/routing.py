@@ -204,7 +204,7 @@ MUTATIONS = [
     Mutation(
         "routing: a request moves to a replica of another model",
         "engine.backends.custom.base_custom",
-        "can_take = self._link.is_up and orphan.fingerprint == self.fingerprint",
+        "can_take = self._link.is_up and interrupted.fingerprint == self.fingerprint",
         "can_take = self._link.is_up",
         "tests/unit/backends/test_custom_backend.py::test_requests_move_only_to_a_backend_of_the_same_kind",
     ),

@@ -31,7 +31,7 @@ MUTATIONS = [
     ),
     Mutation(
         "runtime: a grammar's time begins when it has been compiled",
-        "engine.runtime.requests.intake",
+        "engine.runtime.requests.admission",
         "images, since = tuple(each.images), each.submitted_at",
         "images, since = tuple(each.images), now",
         f"{INTAKE_TESTS}::test_a_compiled_grammar_is_copied_for_each_choice",
@@ -45,14 +45,14 @@ MUTATIONS = [
     ),
     Mutation(
         "runtime: a grammar that compiles for ever has no deadline",
-        "engine.runtime.requests.intake",
+        "engine.runtime.requests.admission",
         "                    refused += refusals(request, each.choices, late)\n",
         "                    refusals(request, each.choices, late)\n",
         f"{INTAKE_TESTS}::test_a_grammar_that_fails_or_is_late_ends_its_request_alone",
     ),
     Mutation(
         "runtime: a queue timeout ends who has begun at its deadline alone",
-        "engine.runtime.requests.intake",
+        "engine.runtime.requests.admission",
         "        for when in ready.deadlines(now):\n",
         "        for when in ready.deadlines(now)[:1]:\n",
         f"{INTAKE_TESTS}::test_deadlines_are_kept_to_the_second",
@@ -73,7 +73,7 @@ MUTATIONS = [
     ),
     Mutation(
         "runtime: requests that compile do not count in the queue",
-        "engine.runtime.requests.intake",
+        "engine.runtime.requests.admission",
         "num_taken = self._scheduler.num_waiting + self.num_pending",
         "num_taken = self._scheduler.num_waiting",
         f"{INTAKE_TESTS}::test_the_queue_is_bounded_and_counts_those_whose_grammar_compiles",
@@ -115,14 +115,14 @@ MUTATIONS = [
     ),
     Mutation(
         "runtime: a prefix matches without the blocks of its window",
-        "engine.runtime.groups.side_column",
+        "engine.runtime.groups.aux_block_state",
         "length, shortened = at, True",
         "length, shortened = length, False",
         f"{WINDOW_TESTS}::test_a_prefix_without_its_last_window_is_matched_shorter",
     ),
     Mutation(
         "runtime: ends of prefixes are evicted before what lies between",
-        "engine.runtime.groups.side_column",
+        "engine.runtime.groups.aux_block_state",
         "queue := self._passed or self._resumed",
         "queue := self._resumed or self._passed",
         f"{WINDOW_TESTS}::test_passed_blocks_are_evicted_before_ends",
@@ -270,7 +270,7 @@ MUTATIONS = [
     ),
     Mutation(
         "runtime: a warm-up step changes the state of a sequence",
-        "engine.runtime.idle_step",
+        "engine.runtime.dummy_batch",
         "spec.max_slots if spec.has_state else 0",
         "0",
         "tests/unit/runtime/test_states.py::test_a_warm_up_step_leaves_all_states_alone",
@@ -354,7 +354,7 @@ MUTATIONS = [
     ),
     Mutation(
         "speculation: the draft model holds sequences that have ended",
-        "engine.runtime.roster",
+        "engine.runtime.sequence_table",
         "            self.speculation.end(seq)\n",
         "            pass\n",
         f"{DRAFT_MODEL}::test_all_copies_are_given_back",

@@ -60,7 +60,7 @@ MUTATIONS = [
     ),
     Mutation(
         "tiers: blocks are loaded although computing them is faster",
-        f"{TIERS}.mover",
+        f"{TIERS}.offload_worker",
         "if load_s < job.block_s * count:",
         "if True:",
         f"{ENGINE_TESTS}::test_blocks_are_computed_if_that_is_faster",
@@ -88,7 +88,7 @@ MUTATIONS = [
     ),
     Mutation(
         "tiers: the blocks of done jobs are not counted",
-        f"{TIERS}.mover",
+        f"{TIERS}.offload_worker",
         "return sum(job.ahead_bytes for job in self._kept)",
         "return sum(job.ahead_bytes for job in self._reads)",
         f"{ENGINE_TESTS}::test_blocks_that_nobody_takes_yet_are_bounded",

@@ -22,7 +22,7 @@ from engine.core.interfaces.request import (
     SamplingParams,
 )
 from engine.core.store import adapter_store
-from engine.runtime.groups.adapter_places import AdapterPlaces
+from engine.runtime.groups.adapter_slots import AdapterSlots
 from engine.runtime.model_runner import AdapterRunner, RunnerSpec
 from engine.runtime.sequence import namespace_of
 from tests.support.files.gguf_files import tiny_config
@@ -139,13 +139,13 @@ def test_each_adapter_has_namespaces_of_its_own() -> None:
 
 
 class Places:
-    """`AdapterPlaces` of two places over a runner that only notes what it is given."""
+    """`AdapterSlots` of two places over a runner that only notes what it is given."""
 
     def __init__(self, num_places: int = 2, max_host_bytes: int = 10**9) -> None:
         self.used: set[int] = set()
         self.reads: list[str] = []
         self.set: list[tuple[int, str]] = []
-        self.places = AdapterPlaces(self, self.read, lambda: self.used, num_places, max_host_bytes)
+        self.places = AdapterSlots(self, self.read, lambda: self.used, num_places, max_host_bytes)
 
     def read(self, path: Path) -> Adapter:
         self.reads.append(path.name)

@@ -5,7 +5,7 @@ import asyncio
 import msgspec
 import pytest
 
-from engine.backends.base import BackendConfig, Orphan
+from engine.backends.base import BackendConfig, InterruptedRequest
 from engine.backends.custom.base_custom import CustomBackend
 from engine.core.errors import (
     ConfigError,
@@ -218,15 +218,15 @@ async def test_more_inputs_than_the_queue_holds_are_embedded():
 
 async def test_requests_move_only_to_a_backend_of_the_same_kind():
     """Threads do not change a result. Another model, arithmetic or context may."""
-    orphans: list[Orphan] = []
+    interrupted: list[InterruptedRequest] = []
     bench = Bench(0.1, max_revivals=8)
     home = ToyBackend(in_process=False)
-    home._link, home.on_orphan = bench.link, orphans.append
+    home._link, home.on_orphan = bench.link, interrupted.append
     await bench.start()
     bench.submit()
     (opened,) = bench.link._requests._requests.values()
     home._move(opened)
-    assert [each.request_id for each in orphans] == ["r"]
+    assert [each.request_id for each in interrupted] == ["r"]
     for changes, can_move in (
         ({"threads": 7}, True),
         ({"kv_dtype": "int8"}, False),
@@ -235,9 +235,9 @@ async def test_requests_move_only_to_a_backend_of_the_same_kind():
     ):
         other, peer = Bench(max_revivals=changes.get("max_revivals", 8)), home.remade(None, changes)
         peer._link = other.link
-        assert not peer.adopt(orphans[0]), "it is not up yet"
+        assert not peer.take_over(interrupted[0]), "it is not up yet"
         await other.start()
-        assert peer.adopt(orphans[0]) is can_move and bool(other.client.sent) is can_move
+        assert peer.take_over(interrupted[0]) is can_move and bool(other.client.sent) is can_move
         assert (home.hand_over(peer) is not None) is can_move
         await other.link.stop()
     await bench.link.stop()

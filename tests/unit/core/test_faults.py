@@ -29,7 +29,7 @@ from tests.support.toy_engine.engine import ToyEngine
 from tests.support.toy_engine.grammar import END, Grammars, lark, vocabulary
 from tests.unit.ipc.test_engine_link import ask, expected, make_link
 
-ENGINE = Path(faults.__file__).parents[2]
+ENGINE = Path(faults.__file__).parents[1]
 PROMPTS = [(n, 1, 2, 3) for n in range(8)]
 
 

@@ -16,7 +16,7 @@ from engine.core.memory import (
     num_oom_kills,
     separate_oom_kills,
 )
-from engine.core.sandbox.processes import offer_to_be_killed
+from engine.core.sandbox.processes import prefer_oom_kill
 from engine.ipc.options import EngineOptions
 from engine.runners.entry import framework_entry
 from engine.worker import memory as planning
@@ -250,7 +250,7 @@ def test_after_the_first_oom_kill_a_whole_context_still_fits():
 
 def test_no_module_but_one_asks_the_machine_for_its_memory():
     """A plan that asks the machine does not know the limits of its cgroup."""
-    package = Path(planning.__file__).parents[2]
+    package = Path(planning.__file__).parents[1]
     asking = [
         str(path.relative_to(package))
         for path in package.rglob("*.py")
@@ -295,5 +295,5 @@ def test_a_child_is_killed_before_a_parent_whatever_the_parents_score(monkeypatc
     written = []
     monkeypatch.setattr(Path, "read_text", lambda path: score)
     monkeypatch.setattr(Path, "write_text", lambda path, text: written.append((str(path), text)))
-    offer_to_be_killed()
+    prefer_oom_kill()
     assert written == [("/proc/self/oom_score_adj", raised)]

@@ -17,7 +17,7 @@ from engine.core.interfaces.request import (
     SamplingParams,
     TokenDelta,
 )
-from engine.frontend import survival
+from engine.frontend import request_recovery as survival
 from engine.ipc.heartbeat import Vitals
 from tests.support.fakes.scripted_link import READY, Bench, record_pauses, settle
 
@@ -63,7 +63,7 @@ async def test_an_engine_that_does_not_go_on_is_given_up_before_it_ends(pauses):
     await other.start()
 
     def move(opened) -> bool:
-        other.link.adopt(opened)
+        other.link.take_over(opened)
         return True
 
     bench = Bench(0.1, max_revivals=8, move=move)
@@ -212,7 +212,7 @@ async def test_orphans_move_to_a_replica_and_stay_there(pauses):
 
     def move(opened) -> bool:
         moved.append(opened.request.request_id)
-        other.link.adopt(opened)
+        other.link.take_over(opened)
         return True
 
     bench = Bench(0.1, 0.1, max_revivals=8, move=move)

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.backends.custom.engine_settings import EXAMINER
+from engine.backends.custom.engine_settings import VALIDATOR
 from engine.core.errors import ModelFormatError
-from engine.core.sandbox.examination import Examination, examine
+from engine.core.sandbox.checkpoint_validation import Validation, validate
 from engine.frontend import text_cache
 from engine.frontend.text_cache import TextCache, cache_directory, keep_text, key_of
 from engine.frontend.text_model import TextModel, load_text
@@ -160,26 +160,24 @@ def test_a_model_of_several_files_is_not_kept(tmp_path: Path) -> None:
     assert not cache_directory().exists()
 
 
-def test_what_was_read_in_an_examination_is_not_read_again(
+def test_what_was_read_in_an_validation_is_not_read_again(
     model: Path, forbid_reading: Callable[[], None]
 ) -> None:
     expected = facts(load_text(model))
     kept().unlink()
-    keep_text(model, examine(model, EXAMINER))
+    keep_text(model, validate(model, VALIDATOR))
     forbid_reading()
     assert facts(load_text(model)) == expected
 
 
-def test_a_file_that_was_changed_in_an_examination_is_read_again(model: Path) -> None:
-    examination = Examination(model, EXAMINER)
+def test_a_file_that_was_changed_in_an_validation_is_read_again(model: Path) -> None:
+    validation = Validation(model, VALIDATOR)
     os.utime(model, (10**9, 10**9 + 1))
-    assert examination.finish() == b""
+    assert validation.finish() == b""
 
 
 @pytest.mark.parametrize("found", [b"", b"not facts"])
-def test_an_examination_that_found_nothing_of_use_changes_nothing(
-    model: Path, found: bytes
-) -> None:
+def test_an_validation_that_found_nothing_of_use_changes_nothing(model: Path, found: bytes) -> None:
     keep_text(model, found)
     assert load_text(model).can_chat
 

@@ -15,7 +15,7 @@ SUPERVISORS = (
     "engine.frontend.downtime",
     "engine.frontend.engine_client",
     "engine.frontend.engine_link",
-    "engine.frontend.vigil",
+    "engine.frontend.liveness_monitor",
     "engine.torch.execution.distributed.group",
     "engine.torch.execution.distributed.remote",
     "engine.backends.external",
@@ -26,8 +26,8 @@ SUPERVISORS = (
     "engine.routing.nodes",
     "engine.routing.ray_nodes",
     "engine.servers.fine_tuning.runner",
-    "engine.servers.writers.pool",
-    "engine.servers.writers.writer",
+    "engine.servers.http_workers.pool",
+    "engine.servers.http_workers.writer",
 )
 # Calls that wait until something happens, unless they get a timeout.
 WAITS = ("wait", "join", "communicate", "acquire", "waitpid")

@@ -22,7 +22,7 @@ from engine.frontend.engine_client import QueueChannel, _Connection
 from engine.ipc import heartbeat as heartbeat_module
 from engine.ipc.heartbeat import (
     INTERRUPT_SIGNAL,
-    UNKNOWN_PATIENCE_S,
+    UNKNOWN_STEP_TIMEOUT_S,
     Heartbeat,
     Vitals,
     Watchdog,
@@ -142,14 +142,14 @@ def test_both_sides_see_one_pulse(monkeypatch):
     monkeypatch.setattr(heartbeat_module.time, "monotonic_ns", lambda: now[0])
     with heartbeat_file() as file:
         engine, frontend = Heartbeat(file.fileno()), Heartbeat(file.fileno())
-    assert frontend.vitals() == Vitals(None, UNKNOWN_PATIENCE_S, None)
+    assert frontend.vitals() == Vitals(None, UNKNOWN_STEP_TIMEOUT_S, None)
     engine.tick()
     now[0] += 250_000_000
     engine.beat(True, 7.5)
     now[0] += 1_500_000_000
-    assert frontend.vitals() == Vitals(step_age_s=1.5, patience_s=7.5, silent_s=1.75)
+    assert frontend.vitals() == Vitals(step_age_s=1.5, step_timeout_s=7.5, silent_s=1.75)
     engine.beat(False, 0.5)
-    assert frontend.vitals() == Vitals(step_age_s=None, patience_s=0.5, silent_s=1.75)
+    assert frontend.vitals() == Vitals(step_age_s=None, step_timeout_s=0.5, silent_s=1.75)
     engine.tick()
     assert frontend.vitals().silent_s == 0.0
 
@@ -176,7 +176,7 @@ class ScriptedHeartbeat(Heartbeat):
         self._is_stalled = stalled
 
     def vitals(self) -> Vitals:
-        return Vitals(step_age_s=2.0 if self._is_stalled else 0.0, patience_s=1.0, silent_s=0.0)
+        return Vitals(step_age_s=2.0 if self._is_stalled else 0.0, step_timeout_s=1.0, silent_s=0.0)
 
 
 class StalledLoop:

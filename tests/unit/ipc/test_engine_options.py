@@ -278,7 +278,7 @@ def test_the_vocabulary_is_loaded_once_and_before_an_engine_is_ready(is_usable):
     grammars.prepare()
     config = RunnerConfig("cpu", "float32", 4, 65, 8, 64, None)
     loaded = (ToyRunner(SPEC), config, MemoryPlan(0, 0, 65, 8, 64, 10, ()))
-    pulse = SimpleNamespace(beat=lambda busy, patience_s: None, watch=lambda loop: None)
+    pulse = SimpleNamespace(beat=lambda busy, step_timeout_s: None, watch=lambda loop: None)
     worker.serve_runner(loaded, UNTIERED, channel, pulse, lambda: None, 0.0, grammars)
     assert isinstance(sent[0], Ready) and loads == [0]
 
@@ -303,7 +303,7 @@ def test_an_engine_says_what_it_holds_once_it_is_warm(monkeypatch):
     config = RunnerConfig("cpu", "float32", 4, 65, 8, 64, None)
     plan = MemoryPlan(0, 0, 65, 8, 64, 10, ())
     loaded: list = []
-    pulse = SimpleNamespace(beat=lambda busy, patience_s: None, watch=lambda loop: None)
+    pulse = SimpleNamespace(beat=lambda busy, step_timeout_s: None, watch=lambda loop: None)
     worker.serve_runner(
         (runner, config, plan),
         UNTIERED,

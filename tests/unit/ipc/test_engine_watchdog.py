@@ -14,7 +14,7 @@ from engine.core import faults
 from engine.core.errors import ModelError
 from engine.core.faults import Fault
 from engine.frontend import engine_link as link_module
-from engine.frontend import vigil
+from engine.frontend import liveness_monitor as vigil
 from engine.frontend.engine_client import ProcessClient
 from engine.ipc.heartbeat import (
     INTERRUPT_SIGNAL,

@@ -29,15 +29,15 @@ from engine.core.shards import link as link_module
 from engine.core.shards.frames import FrameError, decode_frame
 from engine.core.shards.frames import encode_frame as encode_shard
 from engine.core.shards.link import TcpLink
-from engine.frontend.survival import OpenRequest, OpenRequests
+from engine.frontend.request_recovery import OpenRequest, OpenRequests
 from engine.ipc import transport
 from engine.ipc.transport import FrameDecoder, SocketChannel, encode_frame
 from engine.routing.nodes.agent import Session
 from engine.routing.nodes.wire import MAX_UNSENT_RESULT_BYTES
-from engine.servers.writers.exchange import Exchange
-from engine.servers.writers.messages import Chunks, Opened
-from engine.servers.writers.pipe import Pipe
-from engine.servers.writers.writer import MAX_CHUNK_BYTES, Writer
+from engine.servers.http_workers.exchange import Exchange
+from engine.servers.http_workers.messages import Chunks, Opened
+from engine.servers.http_workers.pipe import Pipe
+from engine.servers.http_workers.writer import MAX_CHUNK_BYTES, Writer
 from tests.support.servers.node_cluster import NoEngine, node, routed
 
 LIMIT = 50_000
@@ -135,7 +135,7 @@ async def test_a_request_that_grew_too_large_ends_alone_when_it_is_revived(limit
     assert sent == ["grown", "other", "other"]
     assert isinstance(ended["grown"], PayloadTooLargeError) and "other" not in ended
     adopted = OpenRequest(request("more", grammar="x" * limit), receiver("more"), False)
-    requests.adopt(adopted, send)
+    requests.take_over(adopted, send)
     assert isinstance(ended["more"], PayloadTooLargeError)
 
 

@@ -20,7 +20,7 @@ from engine.core.interfaces.request import (
 )
 from engine.core.interfaces.stats import EngineStats, TierStats
 from engine.core.prefix_hashes import prompt_hashes
-from engine.frontend import survival
+from engine.frontend import request_recovery as survival
 from engine.routing.nodes import prefill
 from engine.routing.nodes.pool import NodePool
 from engine.routing.nodes.pooled import PooledEngine
@@ -51,7 +51,7 @@ class Link:
             raise UnavailableError("gone")
         self.sent[request.request_id] = request, receiver
 
-    def adopt(self, opened: Any) -> None:
+    def take_over(self, opened: Any) -> None:
         opened.receiver.engine = self
         self.submit(opened.resumed(), opened.receiver)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.backends.base import EventFeed, Orphan
+from engine.backends.base import EventFeed, InterruptedRequest
 from engine.core.errors import (
     InvalidRequestError,
     RateLimitError,
@@ -342,8 +342,8 @@ class Adopting(FakeBackend):
 
     fingerprint = "same"
 
-    def adopt(self, orphan: Orphan) -> bool:
-        return orphan.fingerprint == self.fingerprint
+    def take_over(self, interrupted: InterruptedRequest) -> bool:
+        return interrupted.fingerprint == self.fingerprint
 
 
 async def test_an_orphan_moves_to_a_ready_replica_that_can_continue_it() -> None:
@@ -356,13 +356,13 @@ async def test_an_orphan_moves_to_a_ready_replica_that_can_continue_it() -> None
     asked = asyncio.create_task(answer(made))
     while not home.in_flight:
         await asyncio.sleep(0)
-    assert not home.backend.on_orphan(Orphan("unknown", "same", None))
-    assert home.backend.on_orphan(Orphan("id", "same", None))
+    assert not home.backend.on_orphan(InterruptedRequest("unknown", "same", None))
+    assert home.backend.on_orphan(InterruptedRequest("id", "same", None))
     assert (home.in_flight, kin.in_flight) == (0, 1)
     (decision,) = made.decisions.find("id")
     assert (decision.chosen, decision.failed[0].backend) == ("kin", "home")
     fake(home).ready = False
-    assert not kin.backend.on_orphan(Orphan("id", "same", None)), "there is nobody else"
+    assert not kin.backend.on_orphan(InterruptedRequest("id", "same", None)), "there is nobody else"
     asked.cancel()
     await asyncio.gather(asked, return_exceptions=True)
     assert kin.in_flight == 0 and not made.running

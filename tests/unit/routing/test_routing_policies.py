@@ -252,7 +252,7 @@ def test_what_it_was_before_it_was_down_ejects_nobody() -> None:
     record = Outlier(Clock())
     for _ in range(MIN_IN_WINDOW):
         record.fail(False)
-    record.pardon()
+    record.reset_failures()
     assert not record.fail(True)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from engine.core.errors import InvalidRequestError, RateLimitError
 from engine.core.interfaces.request import AdapterRef, GenerateRequest, SamplingParams
-from engine.runtime.requests.intake import Intake
+from engine.runtime.requests.admission import RequestAdmission
 from tests.support.toy_engine.engine import ToyEngine
 from tests.support.toy_engine.runner import VOCAB
 
@@ -33,11 +33,13 @@ class Bench:
         self.engine = ToyEngine(**{"num_blocks": 64, "max_slots": 4} | spec)
         self.scheduler = self.engine.scheduler
         self.grammars = Compiling()
-        self.intake = Intake(self.engine.spec, self.scheduler, max_queued, self.grammars)
+        self.admission = RequestAdmission(
+            self.engine.spec, self.scheduler, max_queued, self.grammars
+        )
 
     def submit(self, request: GenerateRequest, now: float = 100.0) -> list:
-        self.intake.observe(now)  # as the engine does in each turn
-        return self.intake.submit(request, now)
+        self.admission.observe(now)  # as the engine does in each turn
+        return self.admission.submit(request, now)
 
     def waiting(self) -> list:
         return sorted(self.scheduler.sequences(), key=lambda seq: seq.arrival)
@@ -142,7 +144,7 @@ def test_the_queue_is_bounded_and_counts_those_whose_grammar_compiles():
 
 def test_without_grammars_one_is_refused_and_the_rest_is_not():
     bench = Bench()
-    bench.intake._grammars = None
+    bench.admission._grammars = None
     assert codes(bench.submit(asking("a", grammar="g"))) == [("a", 0, "INVALID_REQUEST")]
     assert bench.submit(asking("b")) == []
 
@@ -151,12 +153,12 @@ def test_a_compiled_grammar_is_copied_for_each_choice():
     bench = Bench()
     copies = iter(("one", "two"))
     bench.submit(asking(params={"n": 2}, grammar="g", timeout_s=30.0), now=100.0)
-    assert bench.intake.admit_ready(101.0) == [] and not bench.waiting()
+    assert bench.admission.admit_ready(101.0) == [] and not bench.waiting()
     bench.grammars.futures["g"].set_result(SimpleNamespace(deep_copy=lambda: next(copies)))
-    assert bench.intake.admit_ready(102.0) == []
+    assert bench.admission.admit_ready(102.0) == []
     assert [seq.constraint.matcher for seq in bench.waiting()] == ["one", "two"]
     assert all((seq.submitted_at, seq.deadline) == (100.0, 130.0) for seq in bench.waiting())
-    assert bench.intake.num_pending == 0
+    assert bench.admission.num_pending == 0
 
 
 def test_a_grammar_that_fails_or_is_late_ends_its_request_alone():
@@ -166,14 +168,14 @@ def test_a_grammar_that_fails_or_is_late_ends_its_request_alone():
         bench.submit(asking(name, params={"n": 2}, grammar=name, timeout_s=timeout_s))
     bench.grammars.futures["bad"].set_exception(InvalidRequestError("no such rule"))
     bench.grammars.futures["odd"].set_exception(ZeroDivisionError())
-    deltas = bench.intake.admit_ready(130.0)
+    deltas = bench.admission.admit_ready(130.0)
     assert codes(deltas) == [
         *(("bad", 0, "INVALID_REQUEST"), ("bad", 1, "INVALID_REQUEST")),
         *(("odd", 0, "INFERENCE_ERROR"), ("odd", 1, "INFERENCE_ERROR")),
     ]
     assert deltas[0].error_message == "no such rule"
-    assert codes(bench.intake.admit_ready(130.1)) == [("late", c, "TIMEOUT") for c in range(2)]
-    assert bench.intake.num_pending == 1 and not bench.waiting()
+    assert codes(bench.admission.admit_ready(130.1)) == [("late", c, "TIMEOUT") for c in range(2)]
+    assert bench.admission.num_pending == 1 and not bench.waiting()
 
 
 def test_an_adapter_that_the_device_cannot_take_ends_its_request_alone():
@@ -185,28 +187,28 @@ def test_an_adapter_that_the_device_cannot_take_ends_its_request_alone():
             raise found
         return found
 
-    bench.intake.adapters = SimpleNamespace(begin_pass=lambda: None, place=place)
+    bench.admission.adapters = SimpleNamespace(begin_pass=lambda: None, place=place)
     for name in places:
         refused = bench.submit(asking(name, adapter=AdapterRef(name, f"/x/{name}")))
         assert codes(refused) == ([("first", 0, "INFERENCE_ERROR")] if name == "first" else [])
     assert [(seq.request_id, seq.adapter) for seq in bench.waiting()] == [("second", 2)]
-    assert bench.intake.num_pending == 0
+    assert bench.admission.num_pending == 0
 
 
 def test_who_is_aborted_while_its_grammar_compiles_never_begins():
     bench = Bench()
     bench.submit(asking(params={"n": 3}, grammar="g"))
-    (ended,) = bench.intake.abort("r", 1, 101.0)
+    (ended,) = bench.admission.abort("r", 1, 101.0)
     assert (ended.choice, ended.finish_reason) == (1, "abort")
-    assert bench.intake.abort("r", 1, 101.0) == []
+    assert bench.admission.abort("r", 1, 101.0) == []
     bench.grammars.futures["g"].set_result(SimpleNamespace(deep_copy=lambda: None))
-    bench.intake.admit_ready(102.0)
+    bench.admission.admit_ready(102.0)
     assert [seq.choice for seq in bench.waiting()] == [0, 2]
-    assert [delta.choice for delta in bench.intake.abort("r", None, 103.0)] == [0, 2]
+    assert [delta.choice for delta in bench.admission.abort("r", None, 103.0)] == [0, 2]
     bench.submit(asking("other", params={"n": 2}, grammar="h"))
-    ended = bench.intake.abort_pending(104.0)
+    ended = bench.admission.abort_pending(104.0)
     assert [(delta.request_id, delta.choice) for delta in ended] == [("other", 0), ("other", 1)]
-    assert bench.intake.num_pending == 0
+    assert bench.admission.num_pending == 0
 
 
 @pytest.mark.parametrize(
@@ -230,7 +232,7 @@ def test_deadlines_are_kept_to_the_second(timeout_s, queue_timeout_s, begun, end
         bench.scheduler.schedule(64, 101.0)
     found = {}
     for now in (109.9, 110.0, 129.9, 130.0, 1e6):
-        for delta in bench.intake.expire(now):
+        for delta in bench.admission.expire(now):
             assert found.setdefault(now, delta.error_code) == delta.error_code
     assert found == ends
     assert len(bench.waiting()) == (0 if ends else 2)
@@ -240,7 +242,7 @@ def test_deadlines_are_kept_to_the_second(timeout_s, queue_timeout_s, begun, end
 def test_a_refusal_says_how_long_it_waited():
     bench = Bench()
     bench.submit(asking(queue_timeout_s=10.0), now=100.0)
-    (delta,) = bench.intake.expire(112.0)
+    (delta,) = bench.admission.expire(112.0)
     assert "waited 12 s" in delta.error_message
 
 
@@ -248,11 +250,11 @@ def test_only_waiting_for_a_turn_counts_as_waiting():
     """The grammar took 50 seconds. The request may still wait for ten more."""
     bench = Bench()
     bench.submit(asking(grammar="g", queue_timeout_s=10.0, timeout_s=600.0), now=100.0)
-    assert bench.intake.expire(150.0) == []
+    assert bench.admission.expire(150.0) == []
     bench.grammars.futures["g"].set_result(None)
-    assert bench.intake.admit_ready(150.0) == []
-    assert bench.intake.expire(159.9) == [] and len(bench.waiting()) == 1
-    (delta,) = bench.intake.expire(160.0)
+    assert bench.admission.admit_ready(150.0) == []
+    assert bench.admission.expire(159.9) == [] and len(bench.waiting()) == 1
+    (delta,) = bench.admission.expire(160.0)
     assert "waited 10 s" in delta.error_message
 
 
@@ -261,27 +263,27 @@ def test_blocks_that_are_loaded_are_no_waiting_for_a_turn():
     bench.submit(asking(queue_timeout_s=10.0), now=100.0)
     (seq,) = bench.waiting()
     seq.load = object()
-    assert bench.intake.expire(112.0) == []
+    assert bench.admission.expire(112.0) == []
     seq.load = None
-    (delta,) = bench.intake.expire(113.5)
+    (delta,) = bench.admission.expire(113.5)
     assert delta.error_code == "RATE_LIMIT_EXCEEDED"
 
 
 def test_a_choice_that_is_refused_leaves_none_of_the_others_running():
     for grammar in (None, "g"):
         bench = Bench()
-        make = bench.intake._maker._sequence
+        make = bench.admission._maker._sequence
 
         def refuse_the_third(ready, before, shared, queued_at, make=make):
             if before.choice == 2:
                 raise RateLimitError("too much at once", retry_after=3.0)
             return make(ready, before, shared, queued_at)
 
-        bench.intake._maker._sequence = refuse_the_third
+        bench.admission._maker._sequence = refuse_the_third
         found = bench.submit(asking(params={"n": 4}, grammar=grammar))
         if grammar is not None:
             bench.grammars.futures["g"].set_result(None)
-            found = bench.intake.admit_ready(101.0)
+            found = bench.admission.admit_ready(101.0)
         refused = [("r", choice, "RATE_LIMIT_EXCEEDED") for choice in range(4)]
         assert codes(found) == refused and found[0].retry_after == 3.0
         assert bench.waiting() == []
@@ -318,7 +320,7 @@ def flooded(may_wait_s: float = 60.0, **fields) -> Bench:
     bench = Bench(**fields)
     for index in range(100):
         assert bench.submit(asking(f"r{index}", tenant="flood", queue_timeout_s=may_wait_s)) == []
-    bench.intake.observe(100.0)
+    bench.admission.observe(100.0)
     bench.scheduler.num_started += 1
     return bench
 

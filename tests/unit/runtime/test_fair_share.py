@@ -10,7 +10,7 @@ from engine.runtime.queue import (
     AGING_STEPS,
     GUESSED_TOKENS,
     MAX_REMEMBERED,
-    WaitingLine,
+    WaitingQueue,
 )
 from engine.runtime.sequence import Sequence
 from tests.support.toy_engine.engine import ToyEngine
@@ -37,14 +37,14 @@ def admit_one(line, step=0):
 
 
 def test_one_tenant_alone_is_served_first_come_first_served():
-    line = WaitingLine()
+    line = WaitingQueue()
     for arrival in range(20):
         line.add(sequence(arrival, "a", prompt=1 + arrival % 5))
     assert [admit_one(line).arrival for _ in range(20)] == list(range(20))
 
 
 def test_a_flood_does_not_keep_others_waiting():
-    line = WaitingLine()
+    line = WaitingQueue()
     for arrival in range(500):
         line.add(sequence(arrival, "flood"))
     for _ in range(50):
@@ -56,7 +56,7 @@ def test_a_flood_does_not_keep_others_waiting():
 
 
 def test_turns_are_not_saved_up_by_staying_away():
-    line = WaitingLine()
+    line = WaitingQueue()
     for arrival in range(100):
         line.add(sequence(arrival, "busy"))
     line.add(sequence(100, "away"))
@@ -69,7 +69,7 @@ def test_turns_are_not_saved_up_by_staying_away():
 
 
 def test_what_was_never_given_is_not_paid_for():
-    line = WaitingLine()
+    line = WaitingQueue()
     promised = [sequence(arrival, "modest", max_tokens=200) for arrival in range(4)]
     for seq in promised:
         line.add(seq)
@@ -84,7 +84,7 @@ def test_what_was_never_given_is_not_paid_for():
 
 
 def test_a_preempted_sequence_comes_before_everybody_new():
-    line = WaitingLine()
+    line = WaitingQueue()
     seq = sequence(0, "a", prompt=60)
     line.add(seq)
     line.add(sequence(1, "b", prompt=1))
@@ -94,7 +94,7 @@ def test_a_preempted_sequence_comes_before_everybody_new():
 
 
 def test_aging_still_bounds_what_priorities_delay():
-    line = WaitingLine()
+    line = WaitingQueue()
     line.add(sequence(0, "patient", priority=1, step=0))
     for arrival in range(1, 50):
         line.add(sequence(arrival, "urgent", priority=0, step=AGING_STEPS - 10))
@@ -103,7 +103,7 @@ def test_aging_still_bounds_what_priorities_delay():
 
 
 def test_tenants_of_the_past_are_forgotten():
-    line = WaitingLine()
+    line = WaitingQueue()
     line.add(sequence(0, "always", prompt=64, priority=1))
     for arrival in range(1, 4 * MAX_REMEMBERED):
         line.add(sequence(arrival, f"t{arrival}"))
@@ -129,7 +129,7 @@ def test_nobody_starves_and_shares_stay_close(arrivals):
     """While two tenants both wait all the time, what they are given differs by a bounded amount,
     however many and however large the requests of either; in the end everybody has been served.
     """
-    line, given_tokens, admitted = WaitingLine(), dict.fromkeys("abcd", 0), []
+    line, given_tokens, admitted = WaitingQueue(), dict.fromkeys("abcd", 0), []
     waiting = dict.fromkeys("abcd", 0)
     since = {}  # pair -> what both had when they last began to wait together
     sizes = {}
@@ -182,7 +182,7 @@ def test_nobody_starves_and_shares_stay_close(arrivals):
     tenant=st.sampled_from("abcd"),
 )
 def test_the_number_before_a_sequence_is_the_number_admitted_before_it(queued, tenant):
-    line, step = WaitingLine(), 0
+    line, step = WaitingQueue(), 0
     for arrival, (owner, prompt, max_tokens, priority, pause, admits) in enumerate(queued):
         line.add(sequence(arrival, owner, prompt, max_tokens, min(priority, 0), step))
         step += pause
@@ -202,7 +202,7 @@ def test_the_number_before_a_sequence_is_the_number_admitted_before_it(queued, t
 
 
 def test_those_of_a_later_rank_come_before_a_new_one_only_when_they_have_aged():
-    line = WaitingLine()
+    line = WaitingQueue()
     line.add(sequence(0, "batch", priority=2, step=0))
     line.add(sequence(1, "batch", priority=2, step=AGING_STEPS))
     assert line.num_before("a", 0, AGING_STEPS) == 0
@@ -212,7 +212,7 @@ def test_those_of_a_later_rank_come_before_a_new_one_only_when_they_have_aged():
 
 
 def test_a_priority_orders_only_the_requests_of_its_own_tenant():
-    line = WaitingLine()
+    line = WaitingQueue()
     for arrival in range(4):
         line.add(sequence(arrival, "eager", priority=-100))
     line.add(sequence(4, "eager", priority=-101))

@@ -4,16 +4,16 @@ import random
 
 import pytest
 
-from engine.runtime import pacing as even_steps
+from engine.runtime import prefill_throttle as even_steps
 from engine.runtime.budget import StepBudget
-from engine.runtime.pacing import (
+from engine.runtime.prefill_throttle import (
     FIRST_CREDIT,
     LONG_GAPS,
     MAX_PAUSE_S,
-    Pacing,
+    PrefillThrottle,
     StepPlan,
 )
-from engine.runtime.roster import Demand
+from engine.runtime.sequence_table import Demand
 from tests.support.toy_engine.engine import ToyEngine
 
 LARGEST, MAX_SLOTS = 8192, 1024
@@ -23,13 +23,13 @@ def seconds(num_decoding: int, num_prompt_tokens: int) -> float:
     return 1.2e-3 + 5e-6 * num_decoding + 4e-6 * num_prompt_tokens
 
 
-def learned(sizes: tuple[int, ...] = ()) -> Pacing:
+def learned(sizes: tuple[int, ...] = ()) -> PrefillThrottle:
     budget = StepBudget(LARGEST, MAX_SLOTS, 0.2)
     for _ in range(50):
         for rows in (1, 64, 256):
             budget.record(rows, 0, seconds(rows, 0))
             budget.record(rows, 512, seconds(rows, 512))
-    return Pacing(budget, sizes)
+    return PrefillThrottle(budget, sizes)
 
 
 def demand(num_decoding: int, num_starting: int, length: int = 128, **changes: int) -> Demand:
@@ -150,7 +150,7 @@ class Pauses:
 def test_decode_goes_on_where_no_prompt_can_be_computed() -> None:
     """The pool has room for one of these requests, so the next one waits for its end."""
     engine = ToyEngine(max_slots=4, num_blocks=8, budget=64, paces=True)
-    engine.loop._pacing = Pauses()
+    engine.loop._throttle = Pauses()
     for number in range(3):
         engine.submit(f"r{number}", tuple(range(12)), max_tokens=10)
     engine.run()

@@ -10,7 +10,7 @@ import pytest
 
 from engine.core.interfaces.request import Abort
 from engine.runtime import loop
-from engine.runtime.queue import AGING_STEPS, WaitingLine
+from engine.runtime.queue import AGING_STEPS, WaitingQueue
 from engine.runtime.sequence import MAX_PREEMPTIONS, Sequence
 from tests.support.toy_engine.engine import ToyEngine
 
@@ -84,7 +84,7 @@ def test_nobody_is_held_for_blocks_that_are_not_shared():
 
 
 def test_admission_order_is_that_of_aged_priorities():
-    rng, line = random.Random(1), WaitingLine()
+    rng, line = random.Random(1), WaitingQueue()
     blank = dataclasses.fields(Sequence)
     for arrival in range(200):
         seq = Sequence(**{f.name: 0 for f in blank if f.default is dataclasses.MISSING and f.init})
@@ -107,13 +107,13 @@ def test_ended_requests_are_not_kept_until_their_deadline():
         request = engine.channel.inbox.pop()
         engine.channel.inbox.append(msgspec.structs.replace(request, timeout_s=1e6))
         engine.turn()
-    assert len(engine.loop._intake._deadlines) < 100
+    assert len(engine.loop._admission._deadlines) < 100
 
 
 def test_a_first_step_after_idling_is_seen_as_work():
     engine = ToyEngine()
     beats, forward = [], engine.runner.forward
-    engine.loop._pulse = SimpleNamespace(beat=lambda busy, patience_s: beats.append(busy))
+    engine.loop._pulse = SimpleNamespace(beat=lambda busy, step_timeout_s: beats.append(busy))
     engine.turn()
     assert not beats[-1]
 
@@ -230,13 +230,13 @@ def test_who_can_not_begin_for_long_is_refused_and_who_has_begun_is_not():
         limited = msgspec.structs.replace(request, timeout_s=600.0, queue_timeout_s=limit_s)
         engine.channel.inbox.append(limited)
         engine.turn()
-    engine.loop._send(engine.loop._intake.expire(time.monotonic() + 30))
+    engine.loop._send(engine.loop._admission.expire(time.monotonic() + 30))
     engine.turn()
     assert engine.outcomes["waiting", 0].error_code == "RATE_LIMIT_EXCEEDED"
     engine.turn()  # the patient one has begun by now, or the first one runs still
     seq = next(s for s in engine.scheduler.sequences() if s.request_id == "running")
     assert seq.started_at is not None
-    engine.loop._send(engine.loop._intake.expire(seq.submitted_at + 61))
+    engine.loop._send(engine.loop._admission.expire(seq.submitted_at + 61))
     engine.run()
     assert engine.outcomes["running", 0].finish_reason == "length"
     assert engine.outcomes["patient", 0].error_code == "RATE_LIMIT_EXCEEDED"
@@ -251,7 +251,7 @@ def test_a_request_has_begun_with_its_first_choice():
         limited = msgspec.structs.replace(request, timeout_s=600.0, queue_timeout_s=1.0)
         engine.channel.inbox.append(limited)
     engine.turn()
-    engine.loop._send(engine.loop._intake.expire(time.monotonic() + 30))
+    engine.loop._send(engine.loop._admission.expire(time.monotonic() + 30))
     engine.run()
     assert {engine.outcomes["several", each].finish_reason for each in range(3)} == {"length"}
     refused = {engine.outcomes["behind", each].error_code for each in range(3)}

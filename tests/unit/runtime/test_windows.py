@@ -9,7 +9,7 @@ import pytest
 from engine.core import faults
 from engine.core.faults import Fault
 from engine.runtime.block_pool import BlockPool
-from engine.runtime.groups.side_column import SideColumn, resumable
+from engine.runtime.groups.aux_block_state import AuxBlockState, resumable
 from engine.runtime.groups.windows import min_window_blocks
 from engine.runtime.model_runner import NULL_BLOCK
 from engine.runtime.radix_cache import RadixCache
@@ -33,7 +33,7 @@ class Tree:
 
     def __init__(self, reach: int = 2, num_blocks: int = 64) -> None:
         self.pool, self.side_pool = BlockPool(num_blocks), BlockPool(num_blocks)
-        self.column = SideColumn(self.side_pool, reach)
+        self.column = AuxBlockState(self.side_pool, reach)
         self.cache = RadixCache(self.pool, 1, columns=(self.column,))
 
     def store(self, *tokens: int, entries: str | None = None) -> None:

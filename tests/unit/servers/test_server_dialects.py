@@ -25,7 +25,7 @@ from engine.servers.app import create_app
 from engine.servers.capabilities import TRANSLATING, verdict_in
 from engine.servers.openai.schema import ChatBody, CompletionBody, GenerateBody
 from engine.servers.schema.body import parse_body
-from engine.servers.schema.dialects.words import DIALECTS, WORDS
+from engine.servers.schema.dialects.parameters import DIALECTS, PARAMETERS
 from tests.support.fakes.fake_backend import CARD, MODEL, FakeBackend
 from tests.support.files.dialect_examples import (
     ACTS,
@@ -131,11 +131,11 @@ async def _is_translated(sender: Sender, name: str) -> None:
 async def _is_warned(sender: Sender, name: str) -> None:
     response = await sender.post(**{name: WARNED.get(name, WISH)})
     assert response.status_code == 200, response.text
-    assert f"{name}: {WORDS[name].warning}" in response.headers["x-engine-warnings"]
+    assert f"{name}: {PARAMETERS[name].warning}" in response.headers["x-engine-warnings"]
 
 
 async def _is_refused(sender: Sender, name: str) -> None:
-    word = WORDS[name]
+    word = PARAMETERS[name]
     response = await sender.post(**{name: WISH})
     assert response.status_code == 400, response.text
     error = response.json()["error"]
@@ -171,7 +171,7 @@ async def test_what_the_table_says_happens(
     failures: list[str] = []
     async with client_of(app) as client:
         for path, kind in TRANSLATING.items():
-            for word in WORDS.values():
+            for word in PARAMETERS.values():
                 if verdict_in(word, kind) == verdict:
                     BACKEND.reset()
                     BACKEND.set_card(template_options=("enable_thinking", "documents"))
@@ -189,7 +189,7 @@ async def test_values_that_ask_for_nothing_are_accepted(
 ) -> None:
     """Null, and each of the values of each row that is not followed."""
     kind = TRANSLATING[path]
-    idle = [word for word in WORDS.values() if verdict_in(word, kind) in ("warned", "refused")]
+    idle = [word for word in PARAMETERS.values() if verdict_in(word, kind) in ("warned", "refused")]
     values = {word.name: (None, *word.off) for word in idle if word.name not in kind.model_fields}
     async with client_of(app) as client:
         sender = Sender(client, caplog, path)
@@ -210,14 +210,14 @@ def test_values_that_ask_for_nothing_are_compared_by_type() -> None:
 
 @pytest.mark.parametrize("path", TRANSLATING)
 def test_every_parameter_has_a_row(path: str) -> None:
-    assert TRANSLATING[path].model_fields.keys() <= WORDS.keys()
+    assert TRANSLATING[path].model_fields.keys() <= PARAMETERS.keys()
 
 
 def test_the_examples_are_about_rows() -> None:
-    assert ACTS.keys() | SAME.keys() | WARNED.keys() <= WORDS.keys()
-    assert {each for word in WORDS.values() for each in word.dialects} == DIALECTS.keys()
-    targets = {word.target for word in WORDS.values() if word.target}
-    assert targets <= WORDS.keys()
+    assert ACTS.keys() | SAME.keys() | WARNED.keys() <= PARAMETERS.keys()
+    assert {each for word in PARAMETERS.values() for each in word.dialects} == DIALECTS.keys()
+    targets = {word.target for word in PARAMETERS.values() if word.target}
+    assert targets <= PARAMETERS.keys()
 
 
 @pytest.mark.parametrize(

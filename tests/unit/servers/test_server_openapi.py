@@ -15,7 +15,7 @@ from engine.core.observability.metrics import Metrics
 from engine.servers.app import create_app
 from engine.servers.openai.schema import ChatBody, CompletionBody
 from engine.servers.openapi import BODIES, BODILESS, FORMS, QUERIES, api_routes
-from engine.servers.schema.dialects.words import WORDS
+from engine.servers.schema.dialects.parameters import PARAMETERS
 from tests.support.fakes.fake_backend import MODEL, FakeBackend
 from tests.support.servers.live_server import chat, make_settings
 
@@ -70,7 +70,7 @@ def test_the_tables_have_no_route_that_is_gone() -> None:
 )
 def test_every_parameter_of_the_official_client_is_known(kind: Any, names: Any) -> None:
     """One that is neither followed nor refused by name would be called a typing error."""
-    assert set(names) <= kind.model_fields.keys() | WORDS.keys()
+    assert set(names) <= kind.model_fields.keys() | PARAMETERS.keys()
 
 
 def test_the_manual_names_every_parameter() -> None:

@@ -17,11 +17,11 @@ from engine.core.config_schema import ServerSettings
 from engine.core.errors import ConfigError
 from engine.core.listening import address_of, bind_socket
 from engine.core.sandbox import processes
-from engine.frontend import vigil
+from engine.frontend import liveness_monitor as vigil
 from engine.servers import run
+from engine.servers.http_workers import pool, writer
+from engine.servers.http_workers.pool import Writers
 from engine.servers.run import num_frontends
-from engine.servers.writers import pool, writer
-from engine.servers.writers.pool import Writers
 from tests.support.servers.live_server import make_settings
 
 LARGE = bytes(range(256)) * 2**13  # more than a socket buffer holds

@@ -189,7 +189,7 @@ def test_the_pulse_tells_of_work_before_it_begins(encoder, channel):
     encode = encoder.encode
     encoder.encode = lambda prompts, starts=None: beats.append("encode") or encode(prompts)
     beat = SimpleNamespace(
-        beat=lambda busy, patience_s: beats.append(busy), watch=lambda loop: None
+        beat=lambda busy, step_timeout_s: beats.append(busy), watch=lambda loop: None
     )
     loop = EncoderLoop(encoder, channel, 6, 5, pulse=beat)
     channel.inbox = [asking("a", 1)]

@@ -24,7 +24,7 @@ from engine.worker.memory import (
     plan_memory,
     with_windows,
 )
-from engine.worker.training_room import training_bytes
+from engine.worker.training_memory import training_bytes
 
 CONFIG = ModelConfig(
     family="llama",

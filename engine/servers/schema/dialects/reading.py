@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from engine.core.errors import InvalidRequestError
 from engine.servers.http.errors import problem
-from engine.servers.schema.dialects.words import WORDS, Word
+from engine.servers.schema.dialects.parameters import PARAMETERS, Parameter
 
 _MAX_NAMED = 10
 
@@ -25,7 +25,7 @@ class Reading:
 def read_words(
     body: Mapping[str, Any],
     known: Collection[str],
-    words: Mapping[str, Word] = WORDS,
+    words: Mapping[str, Parameter] = PARAMETERS,
     *,
     warns: bool = True,
 ) -> Reading:
@@ -73,7 +73,7 @@ def _keep(reading: Reading, sent: str, name: str, value: Any) -> None:
         raise problem(sent, f"says something else than {first}; send one of them")
 
 
-def _applies(word: Word, known: Collection[str]) -> bool:
+def _applies(word: Parameter, known: Collection[str]) -> bool:
     return word.target in known if word.target else "max_tokens" in known
 
 
@@ -91,7 +91,7 @@ def asks_for_nothing(value: Any, off_values: Iterable[Any]) -> bool:
     return value is None or any(type(value) is type(each) and value == each for each in off_values)
 
 
-def verdict(word: Word, known: Collection[str]) -> Verdict:
+def verdict(word: Parameter, known: Collection[str]) -> Verdict:
     """What an endpoint with the `known` parameters does with the parameter."""
     if word.name in known:
         return "warned" if word.warning else "acts"

@@ -19,7 +19,7 @@ import numpy as np
 
 from engine.core.errors import EngineError, ModelError
 from engine.core.observability.logging import setup_logging
-from engine.core.sandbox.processes import die_with_parent, offer_to_be_killed
+from engine.core.sandbox.processes import die_with_parent, prefer_oom_kill
 from engine.core.shards.frames import Array, decode_frame, encode_frame
 from engine.core.shards.layout import ShardLayout
 from engine.core.shards.link import TcpLink, read_token, split_address
@@ -197,7 +197,7 @@ def serve_rank(
 def main(rank: int, parent_pid: int, *fds: int) -> int:
     """Run a rank process of an engine on this machine."""
     die_with_parent(parent_pid)
-    offer_to_be_killed()
+    prefer_oom_kill()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine decides when a rank ends
     ring, bell, results, results_bell, heartbeat = fds
     frames, writer = RingReader(ring, rank, bell), RingWriter(results, [results_bell])

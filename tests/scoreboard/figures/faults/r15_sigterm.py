@@ -36,16 +36,16 @@ async def knock(run: Run, served: Served, signalled_at: float) -> float:
     for _ in range(NUM_NEWCOMERS):
         knocking.append(asyncio.create_task(ask(served, completion("Hello", max_tokens=1))))
         await asyncio.sleep(NEXT_AFTER_S)
-    newcomers = await asyncio.gather(*knocking)
-    for each in newcomers:
+    new_tenants = await asyncio.gather(*knocking)
+    for each in new_tenants:
         if not each.is_whole and (not each.is_well_formed or each.status != 503):
             run.fail(f"a newcomer was told {each.status}: {each.problem}")
-    taken = [number for number, each in enumerate(newcomers) if each.is_whole]
+    taken = [number for number, each in enumerate(new_tenants) if each.is_whole]
     run.notes["taken_after_the_signal"] = len(taken)
     first_refused = taken[-1] + 1 if taken else 0
     if first_refused == NUM_NEWCOMERS:
         return float("inf")
-    return newcomers[first_refused].ended - signalled_at
+    return new_tenants[first_refused].ended - signalled_at
 
 
 def story(number: int) -> dict[str, Any]:

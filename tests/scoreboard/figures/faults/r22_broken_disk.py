@@ -32,7 +32,7 @@ ENDS = ("The sky is", "Two and two are", "In the beginning", "My name is")
 PROMPTS = tuple(f"{index} {STORY}{end}" for index, end in enumerate(ENDS))
 STORED_S = 0.5  # the time in which the writing thread stores the blocks of a request
 RESPONSES = "/v1/responses"
-KEPT = ("packed", "text", "examined")
+KEPT = ("packed", "text", "validated")
 RESTART_S = 60.0
 
 

@@ -337,14 +337,14 @@ MUTATIONS = [
     ),
     Mutation(
         "writers: connections go to the writer that has the most",
-        "engine.servers.writers.pool",
+        "engine.servers.http_workers.pool",
         "key=lambda each: each.num_connections)",
         "key=lambda each: -each.num_connections)",
         "tests/unit/servers/test_server_writers.py::test_connections_go_to_the_writer_that_has_the_fewest",
     ),
     Mutation(
         "writers: a client that left is not told",
-        "engine.servers.writers.writer",
+        "engine.servers.http_workers.writer",
         "        exchange.leave()\n    else:\n",
         "        pass\n    else:\n",
         "tests/unit/servers/test_server_writers.py::test_a_client_that_leaves_is_told_and_a_slow_one"
@@ -352,7 +352,7 @@ MUTATIONS = [
     ),
     Mutation(
         "writers: a slow client is not held up",
-        "engine.servers.writers.exchange",
+        "engine.servers.http_workers.exchange",
         "        while (self._is_blocked or self._writer.is_full) and not self._is_gone:\n",
         "        while False:\n",
         "tests/unit/servers/test_server_writers.py::test_a_client_that_leaves_is_told_and_a_slow_one"

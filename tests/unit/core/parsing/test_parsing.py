@@ -6,7 +6,6 @@ from collections.abc import Sequence
 import pytest
 
 from engine.core.interfaces.backend import ToolChoice
-from engine.core.parsing.call_rows import ROWS_BY_NAME
 from engine.core.parsing.formats import ToolFormat
 from engine.core.parsing.json_scanner import JsonScanner
 from engine.core.parsing.output import OutputFormat
@@ -14,6 +13,7 @@ from engine.core.parsing.parser import OutputParser
 from engine.core.parsing.pieces import Piece, ReasoningPiece, TextPiece, ToolCallPiece
 from engine.core.parsing.rows import THINK
 from engine.core.parsing.source import Source
+from engine.core.parsing.tool_formats import ROWS_BY_NAME
 
 HERMES, LLAMA3, JSON, MISTRAL, MISTRAL_ARGS = (
     ToolFormat(ROWS_BY_NAME[name], name != "json")

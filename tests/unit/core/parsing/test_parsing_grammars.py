@@ -20,13 +20,13 @@ from engine.core.grammar.child import byte_tokenizer, problem_of
 from engine.core.grammar.schema_rules import compile_schema
 from engine.core.interfaces.backend import ToolChoice
 from engine.core.parsing import grammars
-from engine.core.parsing.call_rows import ROWS_BY_NAME
 from engine.core.parsing.formats import ToolFormat
 from engine.core.parsing.grammars import arguments_rule, with_reasoning
 from engine.core.parsing.output import OutputFormat
 from engine.core.parsing.parser import OutputParser
 from engine.core.parsing.pieces import ToolCallPiece
 from engine.core.parsing.rows import THINK
+from engine.core.parsing.tool_formats import ROWS_BY_NAME
 
 HERMES, LLAMA3, JSON, MISTRAL, MISTRAL_ARGS = (
     ToolFormat(ROWS_BY_NAME[name], name != "json")

@@ -13,12 +13,12 @@ from llguidance import LLMatcher
 from engine.core.errors import InvalidRequestError
 from engine.core.grammar.child import problem_of
 from engine.core.interfaces.backend import ToolChoice
-from engine.core.parsing.call_rows import ROWS_BY_NAME
 from engine.core.parsing.formats import ToolFormat
 from engine.core.parsing.output import OutputFormat
 from engine.core.parsing.parser import OutputParser
 from engine.core.parsing.pieces import ToolCallPiece
 from engine.core.parsing.rows import THINK
+from engine.core.parsing.tool_formats import ROWS_BY_NAME
 from tests.support.files.call_texts import (
     AUTO,
     BYTES,

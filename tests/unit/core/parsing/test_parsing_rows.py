@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from engine.core.parsing.call_rows import ROWS_BY_NAME
 from engine.core.parsing.formats import ToolFormat, known_format
 from engine.core.parsing.output import OutputFormat
 from engine.core.parsing.parser import OutputParser
 from engine.core.parsing.pieces import TextPiece, ToolCallPiece
 from engine.core.parsing.rows import REASONING_ROWS, THINK, ReasoningRow
+from engine.core.parsing.tool_formats import ROWS_BY_NAME
 from engine.core.text.chat_template import ChatTemplate
 from tests.support.files.call_texts import (
     AUTO,

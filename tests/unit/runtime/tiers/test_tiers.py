@@ -10,11 +10,11 @@ from engine.core import faults
 from engine.core.faults import Fault
 from engine.core.interfaces.request import UNSHARED, Abort
 from engine.runtime.tiers import health, kv_tiers
-from engine.runtime.tiers import mover as mover_module
+from engine.runtime.tiers import offload_worker as mover_module
 from engine.runtime.tiers.disk import DiskTier
 from engine.runtime.tiers.health import WatchedTier
 from engine.runtime.tiers.host import HostTier
-from engine.runtime.tiers.mover import Mover
+from engine.runtime.tiers.offload_worker import OffloadWorker
 from tests.support.toy_engine.engine import ToyEngine
 from tests.support.toy_engine.tiers import InlineMover, tiered_engine
 
@@ -306,7 +306,7 @@ def test_threads_move_the_blocks_and_end_with_the_engine(tmp_path, monkeypatch) 
         monkeypatch.setattr(kv_tiers, name, 1000.0)
     answers = []
     for name in "ab":
-        engine, mover = tiered_engine(disk(tmp_path), make_mover=Mover)
+        engine, mover = tiered_engine(disk(tmp_path), make_mover=OffloadWorker)
         mover.start()
         answers.append(answer(engine, name))
         engine.kv.tiers.close()  # it writes what is queued
@@ -352,7 +352,7 @@ def test_a_failure_to_publish_loaded_blocks_does_not_end_the_tiers(tmp_path, sha
 
 
 def test_tiers_that_are_given_up_have_no_threads(tmp_path, monkeypatch) -> None:
-    engine, mover = tiered_engine(disk(tmp_path), make_mover=Mover)
+    engine, mover = tiered_engine(disk(tmp_path), make_mover=OffloadWorker)
     mover.start()
     monkeypatch.setattr(engine.kv.tiers, "read_ahead", None)  # raises when it is called
     answer(engine, "a")

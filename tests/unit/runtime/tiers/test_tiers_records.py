@@ -19,7 +19,7 @@ from engine.runtime.tiers.disk import DiskTier
 from engine.runtime.tiers.record import (
     LAYOUT_VERSION,
     PIECE_BYTES,
-    Place,
+    BlockKey,
     RecordShape,
     chain,
     identity_of,
@@ -36,18 +36,18 @@ SHAPES = {
 }
 
 
-def places(count: int, salt: str = "", identity: bytes = OURS) -> list[Place]:
+def places(count: int, salt: str = "", identity: bytes = OURS) -> list[BlockKey]:
     tokens, keys = packed(range(16 * count)), list[bytes]()
     root = root_key(identity, salt)
     chain(root, tokens, 16, keys)
     return [
-        Place(key, parent, tokens[16 * i : 16 * i + 16].tobytes())
+        BlockKey(key, parent, tokens[16 * i : 16 * i + 16].tobytes())
         for i, (parent, key) in enumerate(pairwise([root, *keys]))
     ]
 
 
 @functools.cache
-def record(kind: str, place: Place, identity: bytes = OURS, seed: int = 0) -> Record:
+def record(kind: str, place: BlockKey, identity: bytes = OURS, seed: int = 0) -> Record:
     shape = SHAPES[kind]
     payload = np.random.default_rng(seed).integers(0, 256, shape.num_bytes, np.uint8)
     return Record(shape, identity, place, payload)

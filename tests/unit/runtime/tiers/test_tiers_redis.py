@@ -12,7 +12,7 @@ import redis
 
 from engine.core.errors import ConfigError
 from engine.core.interfaces.stats import EngineStats, TierStats
-from engine.runtime.tiers.mover import Mover
+from engine.runtime.tiers.offload_worker import OffloadWorker
 from engine.runtime.tiers.redis_tier import (
     INDEX,
     MAX_SIZE,
@@ -72,7 +72,7 @@ def test_the_first_request_of_a_server_finds_its_prefix(url, monkeypatch) -> Non
 
 def test_a_mover_reaches_its_tiers_when_it_starts(url) -> None:
     tier = redis_tier(url)
-    _, mover = tiered_engine(tier, make_mover=Mover)
+    _, mover = tiered_engine(tier, make_mover=OffloadWorker)
     pool = tier._client.connection_pool
     assert not pool._created_connections
     mover.start()

@@ -19,7 +19,7 @@ from engine.core.interfaces.timeline import (
 )
 from engine.routing.decisions import Decision, Failed
 from engine.runtime import loop, step_runner
-from engine.runtime.insight.timekeeping import BLOCKS, EngineClock, Stopwatch
+from engine.runtime.insight.request_timing import BLOCKS, EngineClock, RequestTiming
 from engine.runtime.requests import grammar as grammar_module
 from engine.servers.http.request_log import RequestRecord
 from engine.servers.ops.explain import causes_of
@@ -351,8 +351,8 @@ def test_what_others_wait_for_does_not_count_for_a_held_sequence() -> None:
     clock = EngineClock()
     seq = SimpleNamespace(arrival=0, tenant="", priority=0, queued_at=10.0, num_matched=1)
     clock.plan(10.0)
-    watch = Stopwatch(clock, 0, 10.0, None)
-    leader = SimpleNamespace(watch=Stopwatch(clock, 0, 10.0, None))
+    watch = RequestTiming(clock, 0, 10.0, None)
+    leader = SimpleNamespace(watch=RequestTiming(clock, 0, 10.0, None))
     watch.hold(leader)
     clock.block(BLOCKS)
     clock.plan(12.0)

@@ -11,7 +11,7 @@ from engine.core.interfaces.notes import RequestNotes
 from engine.core.interfaces.request import TokenDelta
 from engine.core.key_file import add_key
 from engine.core.observability.metrics import Metrics
-from engine.frontend.survival import MAX_LEFT, OpenRequests
+from engine.frontend.request_recovery import MAX_LEFT, OpenRequests
 from engine.servers.app import create_app
 from tests.support.fakes.fake_backend import FakeBackend
 from tests.support.fakes.routed_replicas import replica, router

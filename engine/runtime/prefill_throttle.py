@@ -12,7 +12,7 @@ Long gaps are counted, not timed: only the cost model (`budget.py`) measures tim
 from typing import NamedTuple
 
 from engine.runtime.budget import StepBudget
-from engine.runtime.roster import Demand
+from engine.runtime.sequence_table import Demand
 
 # Prefill may take this part of decode's time. A mixed step then takes less than two decode steps.
 EVEN_SHARE = 0.8
@@ -37,7 +37,7 @@ class StepPlan(NamedTuple):
     pauses: bool = False  # whether sequences that decode have no row in the step
 
 
-class Pacing:
+class PrefillThrottle:
     """Plans the size of each step. `sizes` are the numbers of tokens to which the runner pads steps
     with prefill, in ascending order.
     """

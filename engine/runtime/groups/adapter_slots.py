@@ -21,7 +21,7 @@ import msgspec
 
 from engine.core.errors import EngineError, InferenceError, InvalidRequestError
 from engine.core.interfaces.request import AdapterRef, Control, ControlReply
-from engine.core.sandbox.examination import identity_of
+from engine.core.sandbox.checkpoint_validation import identity_of
 from engine.runtime.model_runner import AdapterRunner
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class _Loaded:
     packed: PackedAdapter
 
 
-class AdapterPlaces:
+class AdapterSlots:
     """Gives places to the adapters of requests. Only the engine loop's thread calls it.
 
     `read` opens the files of an adapter. `in_use` returns the places that sequences have.

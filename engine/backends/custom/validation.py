@@ -8,7 +8,7 @@ from pathlib import Path
 from engine.weights.model import open_model
 
 
-def examine_model(path: Path, passed: Callable[[], None]) -> bytes:
+def validate_model(path: Path, passed: Callable[[], None]) -> bytes:
     """Check a model. Raises if the model is invalid. Returns the parsed tokenizer and template
     data, encoded so that they can be cached, or empty bytes if they cannot be cached.
 

@@ -16,10 +16,10 @@ from starlette.types import ASGIApp
 from engine.backends.process import ChildProcess
 from engine.core.sandbox.processes import socket_pair, start_child
 from engine.core.sandbox.silence import Silence
-from engine.frontend.vigil import Verdict, Vigil, trouble_of
-from engine.ipc.heartbeat import UNKNOWN_PATIENCE_S, Vitals
-from engine.servers.writers.exchange import Exchange
-from engine.servers.writers.messages import (
+from engine.frontend.liveness_monitor import LivenessMonitor, Verdict, trouble_of
+from engine.ipc.heartbeat import UNKNOWN_STEP_TIMEOUT_S, Vitals
+from engine.servers.http_workers.exchange import Exchange
+from engine.servers.http_workers.messages import (
     Blocked,
     Chunks,
     Close,
@@ -33,11 +33,11 @@ from engine.servers.writers.messages import (
     Setup,
     Taken,
 )
-from engine.servers.writers.pipe import Pipe
+from engine.servers.http_workers.pipe import Pipe
 
 logger = logging.getLogger(__name__)
 
-MODULE = "engine.servers.writers.main"
+MODULE = "engine.servers.http_workers.main"
 CLOSE_GRACE_S = 7.0
 # Parts of answers are sent together, once per iteration of the event loop, or when they have this
 # many bytes.
@@ -64,7 +64,7 @@ class Writer:
         self._on_lost = on_lost
         self.is_ready = False
         self.num_connections = 0
-        self._vigil = Vigil()
+        self._liveness = LivenessMonitor()
         # Connections that were passed to it, and that it has not taken yet.
         self._passed: deque[socket.socket] = deque()
         self._exchanges: dict[int, Exchange] = {}
@@ -102,7 +102,7 @@ class Writer:
         silent_s = self._loop.time() - self._heard_at
         counted_s = self._silence.counted(silent_s, is_loading=not self.is_ready)
         cause = self._silence.cause
-        return Vitals(None, UNKNOWN_PATIENCE_S, silent_s=counted_s, cause=cause)
+        return Vitals(None, UNKNOWN_STEP_TIMEOUT_S, silent_s=counted_s, cause=cause)
 
     @property
     def silence(self) -> str:
@@ -115,7 +115,7 @@ class Writer:
 
     def check(self) -> Verdict:
         """What to do with the process, as with an engine process."""
-        return self._vigil.check(self._vitals, self._loop.time())
+        return self._liveness.check(self._vitals, self._loop.time())
 
     def wake(self) -> None:
         """Let the process continue, if a signal has stopped it."""

@@ -2,8 +2,8 @@
 number of sequences.
 
 The `EngineClock` adds up the seconds of all steps by kind, and the seconds of the waiting queue by
-what stopped it. A `Stopwatch` reads the clock when its sequence is queued, scheduled, decoded and
-ended. The differences belong to the sequence.
+what stopped it. A `RequestTiming` reads the clock when its sequence is queued, scheduled, decoded
+and ended. The differences belong to the sequence.
 """
 
 from bisect import bisect_left
@@ -36,7 +36,7 @@ SHOWN_TOKENS = 8  # tokens of a prompt that a `Divergence` shows
 MAX_BRANCHES = 64  # branches of a node in which the nearest prefix is searched
 
 
-class Admission(NamedTuple):
+class AdmissionRecord(NamedTuple):
     arrival: int
     tenant: str
     priority: int
@@ -60,7 +60,7 @@ class EngineClock:
         self._blocked_by = STEP
         self._since: float | None = None  # up to when `_waits` is counted
         self.now = 0.0  # when the current step was planned
-        self.admissions: deque[Admission] = deque(maxlen=MAX_ADMISSIONS)
+        self.admissions: deque[AdmissionRecord] = deque(maxlen=MAX_ADMISSIONS)
         self.steps: deque[StepRecord] = deque(maxlen=MAX_STEPS)
         self._seen: dict[int, None] = {}
         self._num_steps = self._num_rows = self._num_mixed = 0
@@ -140,7 +140,7 @@ class EngineClock:
         self._since = now
 
 
-class Stopwatch:
+class RequestTiming:
     """The times of one sequence."""
 
     __slots__ = (
@@ -199,7 +199,7 @@ class Stopwatch:
             self._admitted = self._waited(seq, now)
             self._leader = None
             self._clock.admissions.append(
-                Admission(seq.arrival, seq.tenant, seq.priority, now, self._clock.waits(now))
+                AdmissionRecord(seq.arrival, seq.tenant, seq.priority, now, self._clock.waits(now))
             )
         elif self._preempted is not None:
             self._resume(now)

@@ -26,7 +26,7 @@ _ALL = " ".join(DIALECTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Word:
+class Parameter:
     """A request parameter of one or more servers."""
 
     name: str
@@ -41,12 +41,14 @@ class Word:
     instead: str = "leave it out"  # what an error tells the client to do
 
 
-def _rows(names: str, dialects: str, note: str, *off: Any, **rule: Any) -> list[Word]:
+def _rows(names: str, dialects: str, note: str, *off: Any, **rule: Any) -> list[Parameter]:
     """A row for each of `names`. Parameters that act have a note."""
     if "target" in rule:
         rule.setdefault("convert", by.renamed(rule["target"]))
     used_by = tuple(dialects.split())
-    return [Word(name=each, dialects=used_by, note=note, off=off, **rule) for each in names.split()]
+    return [
+        Parameter(name=each, dialects=used_by, note=note, off=off, **rule) for each in names.split()
+    ]
 
 
 _PROMPTS = [
@@ -364,7 +366,7 @@ _SERVING = [
         warning="is set when the server starts",
     ),
 ]
-WORDS = {
+PARAMETERS = {
     word.name: word
     for word in (
         *_PROMPTS,

@@ -9,7 +9,7 @@ import msgspec
 from starlette.types import Message
 
 from engine.servers.http.direct_body import with_direct_body
-from engine.servers.writers.messages import Ended, Header, Opened, Part, Start, Want
+from engine.servers.http_workers.messages import Ended, Header, Opened, Part, Start, Want
 
 
 class WriterEnd(Protocol):

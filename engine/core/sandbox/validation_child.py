@@ -1,9 +1,9 @@
-"""The process with limits in which a model file is parsed first (see `examination`). `Fork` forks
-it, or it is started as a module. The arguments of the module are the examiner, the path, the CPU
+"""The process with limits in which a model file is parsed first (see `validation`). `Fork` forks
+it, or it is started as a module. The arguments of the module are the validator, the path, the CPU
 seconds and the parent's process id.
 
 Its memory, CPU time and open files are limited. It can't write files, start programs or use the
-network. It outputs what the examiner returns. If the model is invalid, it outputs one line about
+network. It outputs what the validator returns. If the model is invalid, it outputs one line about
 the error and exits with status 1.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.core.errors import EngineError, ModelFormatError
-from engine.core.sandbox.examination import MAX_OUTPUT_BYTES, files_of
+from engine.core.sandbox.checkpoint_validation import MAX_OUTPUT_BYTES, files_of
 from engine.core.sandbox.processes import die_with_parent
 
 # Memory that the process may use in addition to twice the size of the model's files. The
@@ -37,7 +37,7 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 class ForbiddenEventError(OSError):
-    """An examiner tried an operation that is forbidden in this process, such as opening a
+    """A validator tried an operation that is forbidden in this process, such as opening a
     socket.
     """
 
@@ -48,12 +48,12 @@ def main() -> int:
 
 
 class Fork:
-    """An examiner that runs in a fork of this process. A fork starts faster than a new process,
+    """A validator that runs in a fork of this process. A fork starts faster than a new process,
     because the interpreter and the modules are already loaded. This process must have only one
     thread when it makes the fork.
     """
 
-    def __init__(self, examiner: str, path: Path, max_cpu_s: int) -> None:
+    def __init__(self, validator: str, path: Path, max_cpu_s: int) -> None:
         self._output, output = os.pipe()
         self._passed, passed = os.pipe()
         parent = os.getpid()
@@ -67,7 +67,7 @@ class Fork:
                 os.dup2(output, 1)
                 _close_files()
                 os.environ["RAYON_NUM_THREADS"] = "1"
-                status = read_limited(examiner, path, max_cpu_s, _say_passed)
+                status = read_limited(validator, path, max_cpu_s, _say_passed)
                 sys.stdout.flush()
             finally:
                 os._exit(status)
@@ -75,14 +75,14 @@ class Fork:
         os.close(passed)
 
     def wait_until_passed(self) -> bool:
-        """Wait until the examiner has checked what the engine process reads. False if it failed
+        """Wait until the validator has checked what the engine process reads. False if it failed
         before that.
         """
         with open(self._passed, "rb") as passed:
             return bool(passed.read(1))
 
     def finish(self) -> tuple[int, bytes]:
-        """Wait for the end of the examination. Returns the exit status and the output."""
+        """Wait for the end of the validation. Returns the exit status and the output."""
         with open(self._output, "rb") as output:
             report = output.read(MAX_OUTPUT_BYTES)
         return os.waitstatus_to_exitcode(os.waitpid(self._child, 0)[1]), report
@@ -104,17 +104,17 @@ def _close_files() -> None:
                 os.close(number)
 
 
-def read_limited(examiner: str, path: Path, max_cpu_s: int, passed: Callable[[], None]) -> int:
-    """Limit this process for the rest of its life, then run the examiner. Returns the exit
+def read_limited(validator: str, path: Path, max_cpu_s: int, passed: Callable[[], None]) -> int:
+    """Limit this process for the rest of its life, then run the validator. Returns the exit
     status.
     """
     _leave_network()
     sys.dont_write_bytecode = True
-    module, _, name = examiner.partition(":")
-    examine = getattr(import_module(module), name)
+    module, _, name = validator.partition(":")
+    validate = getattr(import_module(module), name)
     _limit(path, max_cpu_s)
     try:
-        output = examine(path, passed) or b""
+        output = validate(path, passed) or b""
         passed()
         # Larger output is dropped. In that case, the server parses the file again.
         if len(output) <= MAX_OUTPUT_BYTES:

@@ -17,9 +17,9 @@ from starlette.types import ASGIApp
 from engine.backends.process import RestartPolicy
 from engine.core.config_schema import Settings
 from engine.core.observability.logging import current_setup
-from engine.frontend.vigil import Verdict
-from engine.servers.writers.messages import Setup
-from engine.servers.writers.writer import Writer
+from engine.frontend.liveness_monitor import Verdict
+from engine.servers.http_workers.messages import Setup
+from engine.servers.http_workers.writer import Writer
 
 logger = logging.getLogger(__name__)
 

@@ -22,12 +22,12 @@ from engine.servers.http.protocol import (
     raise_file_limit,
     serve_connection,
 )
-from engine.servers.writers.forwarder import Forwarder
-from engine.servers.writers.messages import Close, Hello, Load, Setup, Taken, ToWriter
-from engine.servers.writers.pipe import Pipe
+from engine.servers.http_workers.forwarder import Forwarder
+from engine.servers.http_workers.messages import Close, Hello, Load, Setup, Taken, ToWriter
+from engine.servers.http_workers.pipe import Pipe
 
 # The name is not __name__, because this module runs as __main__.
-logger = logging.getLogger("engine.servers.writers.main")
+logger = logging.getLogger("engine.servers.http_workers.main")
 
 SETUP_TIMEOUT_S = 30.0
 LOAD_INTERVAL_S = 0.5

@@ -31,14 +31,14 @@ from engine.runtime.scheduler import Scheduler
 from engine.runtime.sequence import PendingRequest, Sequence
 
 if TYPE_CHECKING:
-    from engine.runtime.groups.adapter_places import AdapterPlaces
+    from engine.runtime.groups.adapter_slots import AdapterSlots
 
 log = logging.getLogger(__name__)
 
 LOADING_GRACE_S = 1.0
 
 
-class Intake:
+class RequestAdmission:
     """Checks requests, waits for their grammars to compile, their images to be encoded and their
     adapters to be loaded, and puts them into the scheduler's queue.
     """
@@ -50,14 +50,14 @@ class Intake:
         max_queued: int,
         grammars: Grammars | None = None,
         images: ImageStore | None = None,
-        make_adapters: "Callable[[], AdapterPlaces] | None" = None,
+        make_adapters: "Callable[[], AdapterSlots] | None" = None,
         runner: ModelRunner | None = None,
     ) -> None:
         self._grammars = grammars
         self._images = images
         self._account = None if images is None else ImageAccount(images)
         self._make_adapters = make_adapters
-        self.adapters: AdapterPlaces | None = None  # made when the first one is used
+        self.adapters: AdapterSlots | None = None  # made when the first one is used
         self._pending: dict[str, PendingRequest] = {}
         self._max_queued = max_queued
         self._scheduler = scheduler
@@ -147,7 +147,7 @@ class Intake:
         assert self.adapters is not None, "`_find_lack` made it"
         return self.adapters.place(request.adapter)
 
-    def with_adapters(self) -> "AdapterPlaces | None":
+    def with_adapters(self) -> "AdapterSlots | None":
         """The places of LoRA adapters. None if the runner does not compute adapters."""
         if self.adapters is None and self._make_adapters is not None:
             self.adapters = self._make_adapters()

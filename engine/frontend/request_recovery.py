@@ -208,7 +208,7 @@ class OpenRequests:
         self._requests[request.request_id] = opened
         self._await_engine(opened)
 
-    def adopt(self, opened: OpenRequest, send: Send | None) -> None:
+    def take_over(self, opened: OpenRequest, send: Send | None) -> None:
         """Continue a request of another engine here."""
         self._requests[opened.request.request_id] = opened
         opened.stop_waiting()
@@ -231,7 +231,7 @@ class OpenRequests:
         self._await_engine(opened)
 
     def release(self, request_id: str) -> OpenRequest | None:
-        """Give up a request, so that an engine can adopt it. None if it is not here any more."""
+        """Give up a request, so that an engine can take it over. None if it is not here."""
         opened = self._requests.pop(request_id, None)
         if opened is not None:
             opened.stop_waiting()

@@ -9,7 +9,7 @@ from collections import deque
 from starlette.types import Message, Receive, Scope, Send
 
 from engine.servers.http.direct_body import CycleBody, direct_body
-from engine.servers.writers.messages import (
+from engine.servers.http_workers.messages import (
     Blocked,
     Chunks,
     Drained,
@@ -21,7 +21,7 @@ from engine.servers.writers.messages import (
     ToWriter,
     Want,
 )
-from engine.servers.writers.pipe import Pipe
+from engine.servers.http_workers.pipe import Pipe
 
 
 class Forwarder:

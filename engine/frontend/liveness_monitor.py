@@ -21,9 +21,9 @@ GIVE_UP_AFTER_S = 7.0
 # waiting forever.
 RELAPSE_S = 60.0
 RELAPSED_AFTER_S = 3.0
-# The patience is the time after which a step counts as hung and is interrupted. If the step still
-# runs after this many times the patience, the process is given up.
-GIVE_UP_PATIENCES = 2.0
+# The step timeout is the time after which a step counts as hung and is interrupted. If the step
+# still runs after this many times that, the process is given up.
+GIVE_UP_TIMEOUTS = 2.0
 # This many checks in a row must fail. A single failure may be the frontend's fault, because the
 # engine blocks while the frontend does not read its messages.
 NUM_BAD_CHECKS = 2
@@ -35,7 +35,7 @@ class Verdict(Enum):
     GIVE_UP = 2
 
 
-class Vigil:
+class LivenessMonitor:
     """Checks one engine process, again and again."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Vigil:
         was_woken = self._woken_at is not None and now - self._woken_at < RELAPSE_S
         is_relapse = was_woken and not self._is_woken
         is_lost = silent_s > (RELAPSED_AFTER_S if is_relapse else GIVE_UP_AFTER_S)
-        is_hung = (vitals.step_age_s or 0.0) > GIVE_UP_PATIENCES * vitals.patience_s
+        is_hung = (vitals.step_age_s or 0.0) > GIVE_UP_TIMEOUTS * vitals.step_timeout_s
         self._num_bad = self._num_bad + 1 if is_lost or is_hung else 0
         if self._num_bad == NUM_BAD_CHECKS:
             return Verdict.GIVE_UP

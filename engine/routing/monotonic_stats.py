@@ -22,7 +22,7 @@ _GAUGES = (
 )
 
 
-class CarriedStats:
+class MonotonicStats:
     """The totals of one engine, which continue when its process is replaced."""
 
     def __init__(self) -> None:
@@ -41,13 +41,13 @@ class CarriedStats:
         """The last known totals, over all processes. They are also available while none runs."""
         return {name: getattr(self._last, name) + self._carried[name] for name in _TOTALS}
 
-    def absorb(self, other: "CarriedStats") -> None:
+    def absorb(self, other: "MonotonicStats") -> None:
         """Add the totals of an engine that has gone."""
         for name, value in other.totals().items():
             self._carried[name] += value
 
 
-def summed(told: Sequence[EngineStats], totals: Iterable[CarriedStats]) -> EngineStats | None:
+def summed(told: Sequence[EngineStats], totals: Iterable[MonotonicStats]) -> EngineStats | None:
     """The sum of the statistics of several engines. `told` are those that run now. None if no
     engine ever told anything.
     """

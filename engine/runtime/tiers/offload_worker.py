@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from engine.runtime.groups.side_column import resumable
+from engine.runtime.groups.aux_block_state import resumable
 from engine.runtime.model_runner import Bytes, Group
 from engine.runtime.tiers.base import Loaded, Record, Wanted, record_name
 from engine.runtime.tiers.health import WatchedTier
@@ -26,7 +26,7 @@ from engine.runtime.tiers.jobs import (
     cut,
     run_length,
 )
-from engine.runtime.tiers.record import Place, RecordShape
+from engine.runtime.tiers.record import BlockKey, RecordShape
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ CLOSE_S = 5.0  # at the end, the queue is written for at most this long
 STUCK_S = 1.0  # a call that takes longer than this counts as stuck
 
 
-class Mover:
+class OffloadWorker:
     def __init__(
         self,
         tiers: Sequence[WatchedTier],
@@ -238,7 +238,7 @@ class Mover:
             return []
         return [cut(first, first.first + PROBE_BLOCKS)]
 
-    def _find(self, places: Sequence[Place], start: int) -> list[Segment]:
+    def _find(self, places: Sequence[BlockKey], start: int) -> list[Segment]:
         """The consecutive full blocks from `start` on that tiers have, each in the first tier that
         has it.
         """
@@ -260,7 +260,9 @@ class Mover:
                 break
         return found
 
-    def _find_any(self, group: Group, places: Sequence[Place], indices: list[int]) -> list[Segment]:
+    def _find_any(
+        self, group: Group, places: Sequence[BlockKey], indices: list[int]
+    ) -> list[Segment]:
         """The given blocks that tiers have, each as a segment of one block."""
         shape, found = self._shapes[group], list[Segment]()
         for tier in self.tiers:

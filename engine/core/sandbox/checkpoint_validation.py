@@ -1,8 +1,8 @@
-"""Examines model files: parses them in a process with limits before the server parses them.
+"""Validates model files: parses them in a process with limits before the server parses them.
 
-Our parsers check every length and are tested with damaged files. The examination protects against
+Our parsers check every length and are tested with damaged files. The validation protects against
 remaining bugs in them and in the libraries that they use. When a model was accepted, a small file
-(its mark) is written. The model is not examined again while its files are unchanged, so only the
+(its mark) is written. The model is not validated again while its files are unchanged, so only the
 first start takes longer. This module imports no parser.
 """
 
@@ -24,7 +24,7 @@ from engine.core.sandbox.processes import kill_child
 
 log = logging.getLogger(__name__)
 
-CHILD_MODULE = "engine.core.sandbox.examination_child"
+CHILD_MODULE = "engine.core.sandbox.validation_child"
 MAX_SECONDS = 120.0
 MAX_CPU_S = 60
 MAX_MARKS = 512
@@ -32,7 +32,7 @@ MAX_FILES = 10_000  # in the folder of a model
 MAX_REPORT_BYTES = 4096
 MAX_OUTPUT_BYTES = 32 << 20
 # A file that changed less than this many seconds ago may change again without a new time stamp. So
-# its examination is not remembered.
+# its validation is not remembered.
 _SETTLED_SECONDS = 2.0
 
 
@@ -50,18 +50,18 @@ class Reading(Protocol):
         ...
 
 
-# Type of a function that starts an examiner. Its arguments are the examiner, the path and the limit
-# of CPU seconds. An examiner is the "module:function" of a function that takes the path, and a
-# function that it may call when all is checked that an engine process reads. It returns bytes
+# Type of a function that starts a validator. Its arguments are the validator, the path and the
+# limit of CPU seconds. A validator is the "module:function" of a function that takes the path, and
+# a function that it may call when all is checked that an engine process reads. It returns bytes
 # worth caching, or None.
 StartReading: TypeAlias = Callable[[str, Path, int], Reading]
 
 
 class Spawned:
-    """Runs an examiner in a new process with limits."""
+    """Runs a validator in a new process with limits."""
 
-    def __init__(self, examiner: str, path: Path, max_cpu_s: int) -> None:
-        arguments = (examiner, str(path), str(max_cpu_s), str(os.getpid()))
+    def __init__(self, validator: str, path: Path, max_cpu_s: int) -> None:
+        arguments = (validator, str(path), str(max_cpu_s), str(os.getpid()))
         self._process = subprocess.Popen(
             [sys.executable, "-m", CHILD_MODULE, *arguments],
             stdin=subprocess.DEVNULL,
@@ -81,34 +81,34 @@ class Spawned:
         kill_child(self._process)
 
 
-class Examination:
-    """The examination of one model. It is under way, or the model was examined earlier."""
+class Validation:
+    """The validation of one model. It is under way, or the model was validated earlier."""
 
     def __init__(
         self,
         path: Path,
-        examiner: str,
+        validator: str,
         start: StartReading = Spawned,
         *,
         max_seconds: float = MAX_SECONDS,
         max_cpu_s: int = MAX_CPU_S,
     ) -> None:
-        key = f"{path.resolve()}\0{examiner}"
+        key = f"{path.resolve()}\0{validator}"
         self._path, self._max_seconds = path, max_seconds
         self._mark = _marks_directory() / hashlib.sha256(key.encode()).hexdigest()
         self._identity = identity_of(path)
         self._reading: Reading | None = None
         if self._identity is not None and not _is_marked(self._mark, self._identity):
-            self._reading = start(examiner, path, max_cpu_s)
+            self._reading = start(validator, path, max_cpu_s)
 
     @property
     def is_under_way(self) -> bool:
         return self._reading is not None
 
     def finish(self) -> bytes:
-        """Wait for the end of the examination. Returns the examiner's output, or b"" if the model
-        was examined earlier or its files changed meanwhile. Raises an error if the model is invalid
-        or exceeded the limits.
+        """Wait for the end of the validation. Returns the validator's output, or b"" if the model
+        was validated earlier or its files changed meanwhile. Raises an error if the model is
+        invalid or exceeded the limits.
         """
         if self._reading is None:
             return b""
@@ -135,18 +135,18 @@ class Examination:
         return output if identity_of(self._path) == self._identity else b""
 
 
-def examine(
+def validate(
     path: Path,
-    examiner: str,
+    validator: str,
     start: StartReading = Spawned,
     *,
     max_seconds: float = MAX_SECONDS,
     max_cpu_s: int = MAX_CPU_S,
 ) -> bytes:
-    """Run `examiner` on a model in a process with limits, unless this was done before and the
-    model's files are unchanged. Returns the result of `Examination.finish`.
+    """Run `validator` on a model in a process with limits, unless this was done before and the
+    model's files are unchanged. Returns the result of `Validation.finish`.
     """
-    begun = Examination(path, examiner, start, max_seconds=max_seconds, max_cpu_s=max_cpu_s)
+    begun = Validation(path, validator, start, max_seconds=max_seconds, max_cpu_s=max_cpu_s)
     return begun.finish()
 
 
@@ -204,4 +204,4 @@ def _remember(mark: Path, identity: bytes, path: Path) -> None:
             old.unlink(missing_ok=True)
         write_private(mark, identity)
     except OSError as error:
-        log.info("the examination of %s can't be cached: %s", path.name, error)
+        log.info("the validation of %s can't be cached: %s", path.name, error)

@@ -14,7 +14,7 @@ from engine.runtime.block_pool import BlockPool
 from engine.runtime.model_runner import NULL_BLOCK
 
 
-class SideColumn:
+class AuxBlockState:
     """One column of the prefix cache. A sequence can resume after L blocks only if the last `reach`
     of these blocks have entries, or all of them if L < reach.
 

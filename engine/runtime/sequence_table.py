@@ -12,10 +12,10 @@ import msgspec
 
 from engine.core.errors import EngineError
 from engine.core.interfaces.request import FinishReason, TokenDelta
-from engine.runtime.insight.timekeeping import EngineClock, Stopwatch
+from engine.runtime.insight.request_timing import EngineClock, RequestTiming
 from engine.runtime.kv_cache import KVCache
 from engine.runtime.outputs import token_delta
-from engine.runtime.queue import InflightPrefixes, Newcomers, WaitingLine
+from engine.runtime.queue import InflightPrefixes, NewTenantReserve, WaitingQueue
 from engine.runtime.sequence import Sequence
 from engine.runtime.speculation.drafts import Speculation
 
@@ -34,7 +34,7 @@ class Demand(msgspec.Struct, frozen=True):
     num_new_tokens: int = 0  # all tokens that were ever generated
 
 
-class Roster:
+class SequenceTable:
     """The waiting and running sequences, with their slots and blocks."""
 
     def __init__(self, kv: KVCache, max_slots: int, max_step_tokens: int = 2**31 - 1) -> None:
@@ -43,8 +43,8 @@ class Roster:
         self._max_step_tokens = max_step_tokens
         # For each request id, the choices of the request that have not ended.
         self._requests: dict[str, list[Sequence]] = {}
-        self._waiting = WaitingLine()
-        self._newcomers = Newcomers()
+        self._waiting = WaitingQueue()
+        self._newcomers = NewTenantReserve()
         self._running: list[Sequence] = []  # most senior first
         self._resumed: list[Sequence] = []  # see `is_catching_up`
         self._inflight = InflightPrefixes(kv.block_size)
@@ -69,7 +69,7 @@ class Roster:
         return self._running
 
     @property
-    def waiting(self) -> WaitingLine:
+    def waiting(self) -> WaitingQueue:
         return self._waiting
 
     @property
@@ -139,7 +139,7 @@ class Roster:
         self._requests.setdefault(seq.request_id, []).append(seq)
         self._inflight.add(seq)
         leader = self._inflight.leader(seq)
-        seq.watch = Stopwatch(self.clock, len(self._waiting), seq.queued_at, leader)
+        seq.watch = RequestTiming(self.clock, len(self._waiting), seq.queued_at, leader)
         self._waiting.add(seq)
         if seq.num_resumed:
             self._resumed.append(seq)
