@@ -133,9 +133,10 @@ def test_a_refusal_arrives_over_tls(loop: str, tmp_path: Path) -> None:
         wait_until(lambda: server.num_connections == 0)
 
 
-def test_an_oversized_body_is_told_that_it_is_too_large() -> None:
-    with live_server(server={"body_limit_mb": 1}) as server:
-        for _ in range(10):
+@pytest.mark.parametrize("frontends", [1, 2])
+def test_an_oversized_body_is_told_that_it_is_too_large(frontends: int) -> None:
+    with live_server(server={"body_limit_mb": 1, "frontends": frontends}) as server:
+        for _ in range(20):
             response = httpx.post(f"{server.url}/v1/completions", content=BODY, headers=JSON)
             assert response.status_code == 413
 
