@@ -306,7 +306,7 @@ def _layers(services: Services, telemetry: "Telemetry | None") -> list[Middlewar
             settings=settings,
             metrics=services.metrics,
             answered_by=answered_by,
-            keep=services.history.add,
+            history=services.history,
             telemetry=telemetry,
         ),
         Middleware(BrowserGuard, server=settings.server),

@@ -31,6 +31,7 @@ OPTIONS = frozenset(
 )
 
 _MAX_DEPTH = 64
+PART_CHARS = 100_000  # translated at a time, because translating holds the GIL
 _CODE_START = re.compile(r"\{[{%]")
 _CODE_END = re.compile(r"[%}]\}")
 
@@ -124,7 +125,8 @@ class ChatTemplate:
         _check(messages, options)
         given = {"messages": messages, "tools": tools, **options}
         strings = list(_strings(given))
-        smuggled = {found for text in strings for found in specials.pattern.findall(text)}
+        found = (match for text in strings for match in specials.pattern.finditer(text))
+        smuggled = {match.group() for match in found}
         fixed = {**self._variables(tools), "add_generation_prompt": add_generation_prompt}
         segments = self._segments(self._program, given, fixed, specials, smuggled)
         if any(edge in text for text in strings for edge in specials.edges):
@@ -191,7 +193,10 @@ class _Disguise:
         return value
 
     def take_off(self, text: str) -> str:
-        return text.translate(self._texts) if self._texts else text
+        if not self._texts:
+            return text
+        parts = range(0, len(text), PART_CHARS)
+        return "".join(text[at : at + PART_CHARS].translate(self._texts) for at in parts)
 
 
 def _check(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> None:

@@ -4,6 +4,11 @@ Without these limits, a client could send headers forever, and there could be an
 connections. The time limit for request bodies is in `limits.py`. The number of connections is
 limited so that some file descriptors always stay free. Without a free descriptor, the server could
 not even import a module.
+
+A request may be refused before its body has arrived. If the connection were closed then, with data
+in it that nobody has read, the kernel would reset it, and a client that still sends could lose the
+answer. So the connection lingers: the server closes its own direction, and discards what the client
+still sends, for a limited time.
 """
 
 import asyncio
@@ -17,7 +22,11 @@ from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
 from engine.servers.http.direct_body import CycleBody, with_direct_body
 
@@ -34,6 +43,10 @@ MAX_URL_BYTES = 8_192
 # Requests that may wait on a connection for the answer to an earlier one while it is still read.
 MAX_PIPELINED = 16
 MAX_CONNECTIONS = 8_192
+# Limits of connections that linger. If there are more of them, the next one is closed at once.
+LINGER_S = 5.0
+MAX_LINGER_BYTES = 64 * 2**20
+MAX_LINGERING = 256
 # File descriptors kept for upstream connections, storage, the engine and late imports.
 RESERVED_FILES = 512
 
@@ -66,17 +79,36 @@ class HeadTooLargeError(Exception):
     """
 
 
+class AnswerTransport:
+    """The transport of a connection, as the code of uvicorn sees it that writes one answer. It asks
+    the connection before it closes it.
+    """
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self.write = transport.write
+        self.is_closing = transport.is_closing
+        self.close = close
+
+
 class LimitedProtocol(HttpToolsProtocol):
     """One connection, with limits on the time and size of each request's headers. If there are too
     many connections, the oldest idle one is closed. `upgrades` has the protocols to which a request
-    may switch, by path and name.
+    may switch, by path and name. `lingering` has the server's connections that linger.
     """
 
     def __init__(
-        self, *args: Any, upgrades: dict[tuple[bytes, bytes], Upgrade], **kwargs: Any
+        self,
+        *args: Any,
+        upgrades: dict[tuple[bytes, bytes], Upgrade],
+        lingering: "set[LimitedProtocol]",
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self._upgrades = upgrades
+        self._lingering = lingering
+        self._linger_timer: asyncio.TimerHandle | None = None
+        self._num_discarded = 0
+        self._is_stopping = False
         self._opened = self.loop.time()
         self._open_cycles: list[RequestResponseCycle] = []
         self._head_bytes = 0
@@ -90,15 +122,27 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_head()
+        if self._linger_timer is not None:
+            self._linger_timer.cancel()
+            self._lingering.discard(self)
         # uvicorn tells only the last of several pipelined requests, which may not have begun.
         for cycle in self._open_cycles:
+            cycle.transport = self.transport  # without a reference to this object
             if not cycle.response_complete:
                 cycle.disconnected = True
                 cycle.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._linger_timer is not None:
+            self._num_discarded += len(data)
+            if self._num_discarded > MAX_LINGER_BYTES:
+                self.transport.abort()
+            return
+        timer = self.timeout_keep_alive_task
         super().data_received(data)
+        if timer is not None:
+            self._keep_deadline(timer.when())
         if self._head_timer is not None:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
@@ -122,10 +166,34 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.cycle is None:
             return
         with_direct_body(self.cycle.scope, CycleBody(self.cycle))  # type: ignore[type-var]
+        self.cycle.transport = AnswerTransport(self.transport, self._close_answered)  # type: ignore[assignment]
         waiting = [each for each in self._open_cycles if not each.response_complete]
         self._open_cycles = [*waiting, self.cycle]
         if 0 < len(self.pipeline) <= MAX_PIPELINED:
             self.flow.resume_reading()  # otherwise nobody would notice that the client has left
+
+    def on_response_complete(self) -> None:
+        if self._linger_timer is None:
+            super().on_response_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """As in uvicorn, but the connection may linger."""
+        headers = [
+            *self.server_state.default_headers,
+            (b"content-type", b"text/plain; charset=utf-8"),
+            (b"content-length", b"%d" % len(msg)),
+            (b"connection", b"close"),
+        ]
+        lines = b"".join(b"%b: %b\r\n" % each for each in headers)
+        self.transport.write(STATUS_LINE[400] + lines + b"\r\n" + msg.encode("ascii"))
+        self._close(may_send=True)
+
+    def shutdown(self) -> None:
+        self._is_stopping = True
+        if self._linger_timer is None:
+            super().shutdown()
+        else:
+            self.transport.abort()
 
     def _should_upgrade(self) -> bool:
         return (self.url, self._get_upgrade() or b"") in self._upgrades
@@ -135,6 +203,47 @@ class LimitedProtocol(HttpToolsProtocol):
         self.connections.discard(self)
         upgrade = self._upgrades[self.url, self._get_upgrade() or b""]
         upgrade(self.headers, self.transport)
+
+    def _close_answered(self) -> None:
+        """Called by uvicorn at the end of an answer, if no other request may follow it."""
+        self._close(may_send=self.cycle.more_body)
+
+    def _close(self, *, may_send: bool) -> None:
+        """Close the connection, after lingering if that may save an answer: the client may still
+        send, and the last answer is written.
+        """
+        num_open = sum(not each.response_complete for each in self._open_cycles)
+        is_written = num_open == len(self.pipeline)
+        may_linger = not self._is_stopping and len(self._lingering) < MAX_LINGERING
+        if may_send and is_written and may_linger and not self.transport.is_closing():
+            self._linger()
+        else:
+            self.transport.close()
+
+    def _linger(self) -> None:
+        """Discard what the client sends, until it closes the connection too, or a limit is
+        reached.
+        """
+        self._end_head()
+        self._unset_keepalive_if_required()
+        self._lingering.add(self)
+        self._linger_timer = self.loop.call_later(LINGER_S, self.transport.abort)
+        self.flow.resume_reading()
+        try:
+            # TLS has no half-closed connections. There, clients close, because the answer asks
+            # them to.
+            if self.transport.can_write_eof():
+                self.transport.write_eof()
+        except OSError:  # the client is gone
+            self.transport.abort()
+
+    def _keep_deadline(self, due: float) -> None:
+        """uvicorn stops its keep-alive timer whenever data arrives. If that was no request, but for
+        example the rest of a body that nobody wanted, the next one is due as before.
+        """
+        is_waiting = self._is_idle and self._head_timer is None and self in self.connections
+        if is_waiting and not self.transport.is_closing() and self._linger_timer is None:
+            self.timeout_keep_alive_task = self.loop.call_at(due, self.timeout_keep_alive_handler)
 
     def _expect_head(self) -> None:
         self._head_bytes = 0
@@ -151,7 +260,7 @@ class LimitedProtocol(HttpToolsProtocol):
         idle too, even if its client has not read all data.
         """
         finished = self.cycle is None or self.cycle.response_complete
-        return finished or self.transport.is_closing()
+        return finished or self._linger_timer is not None or self.transport.is_closing()
 
     def _oldest_idle(self) -> "LimitedProtocol":
         """The idle connection that was opened first. This is `self` if all other connections are
@@ -179,10 +288,11 @@ def http_server(
     files of the certificate and of its key.
     """
     cert_file, key_file = tls or (None, None)
+    protocol = functools.partial(LimitedProtocol, upgrades=upgrades or {}, lingering=set())
     return _Uvicorn(
         uvicorn.Config(
             app,
-            http=functools.partial(LimitedProtocol, upgrades=upgrades or {}),  # type: ignore[arg-type]
+            http=protocol,  # type: ignore[arg-type]
             ssl_certfile=cert_file,
             ssl_keyfile=key_file,
             ws="none",

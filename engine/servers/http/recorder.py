@@ -39,6 +39,10 @@ class Recorder:
         self._names = [each.name for each in files]
 
     async def stop(self) -> None:
+        await self.finish_writing()
+
+    async def finish_writing(self) -> None:
+        """Wait for the files of requests that have ended."""
         await asyncio.gather(*self._writing, return_exceptions=True)
 
     def keep(self, record: RequestRecord) -> None:

@@ -6,6 +6,7 @@ counts, times and the client's `metadata`, but never a prompt or an answer. The 
 so a handler learns of a disconnect at once.
 """
 
+import asyncio
 import logging
 import re
 import secrets
@@ -26,6 +27,7 @@ from engine.core.observability.tracing import TRACE, Answered, Trace, client_tra
 
 if TYPE_CHECKING:
     from engine.core.observability.otel import Telemetry
+    from engine.servers.http.history import RequestHistory
 
 logger = logging.getLogger("engine.request")
 
@@ -79,6 +81,8 @@ class RequestRecord:
     sent_as: Mapping[str, str] = field(default_factory=dict)
     limit_headers: dict[str, str] = field(default_factory=dict)  # remaining quota of the key
     trace: Trace | None = None
+    is_ending: bool = False  # whether the client may have seen the end of the answer
+    ended: asyncio.Event | None = None  # set at the end, if somebody waits for it
     is_stream: bool = False  # whether the answer is a stream of events
     send: Send | None = None  # sends directly to the HTTP server, bypassing all layers
 
@@ -127,11 +131,11 @@ class RequestLog:
         settings: Settings,
         metrics: Metrics,
         answered_by: Callable[[str], tuple[str, ...]],
-        keep: Callable[[RequestRecord], None],
+        history: "RequestHistory",
         telemetry: "Telemetry | None" = None,
     ) -> None:
         self._app = app
-        self._keep = keep
+        self._history = history
         self._telemetry = telemetry
         self._answered_by = answered_by
         self._log_requests = settings.logging.log_requests
@@ -146,6 +150,7 @@ class RequestLog:
         record = RequestRecord(new_request_id(headers.get("x-request-id")), send=send)
         record.trace = self._begin_trace(scope["method"], headers, record.started)
         scope.setdefault("state", {})["record"] = record
+        self._history.begin(record)
         id_header = (b"x-request-id", record.request_id.encode())
 
         async def send_with_id(message: Message) -> None:
@@ -163,6 +168,8 @@ class RequestLog:
                 for name, value in record.limit_headers.items():
                     headers.append((name.encode(), value.encode()))
                 message["headers"] = headers
+            elif not message.get("more_body"):
+                record.is_ending = True
             await send(message)
 
         token = REQUEST_ID.set(record.request_id)
@@ -197,7 +204,7 @@ class RequestLog:
             record.backends = self._answered_by(record.completion_id)
             record.route, record.ended_at = route or "", record.started + seconds
             record.send = None  # it would keep the connection in memory
-            self._keep(record)
+        self._history.end(record)
         if record.trace is not None:
             record.trace.end(_answered(scope["method"], route, record))
             record.trace = None  # it has the request's texts, and the record is kept

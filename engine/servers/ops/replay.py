@@ -31,8 +31,9 @@ def add_replay_routes(app: FastAPI, services: Services) -> None:
         recorder = services.history.recorder
         if recorder is None:
             raise ConflictError(HOW_TO_RECORD)
-        kept = services.history.find(request_id, None)
+        kept = await services.history.find(request_id, None)
         completion_id = request_id if kept is None else kept.completion_id or request_id
+        await recorder.finish_writing()
         recorded = await asyncio.to_thread(recorder.read, completion_id)
         if recorded is None:
             raise NotFoundError(

@@ -39,7 +39,7 @@ def add_requests_routes(app: FastAPI, services: Services) -> None:
 
     @app.get("/v1/admin/requests/{request_id}")
     async def explain(request: Request, request_id: str) -> Response:
-        record = services.history.find(request_id, _tenant(services, request))
+        record = await services.history.find(request_id, _tenant(services, request))
         if record is None or not _may_see(request, record):
             raise NotFoundError(
                 f"There is no such request: it still runs, or it is not among the last"

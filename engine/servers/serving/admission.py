@@ -206,6 +206,7 @@ class Ticket:
             timeout_s=timeout_s,
             on_tokens=self._metrics.inter_token,
             on_usage=self._warn_of_revival,
+            on_end=self._note_end,
             trace=self._record.trace,
         )
         if self._lease is not None:
@@ -217,6 +218,9 @@ class Ticket:
         warnings = self._record.warnings
         if usage.num_revivals and REVIVED not in warnings:
             warnings.append(REVIVED)
+
+    def _note_end(self) -> None:
+        self._record.is_ending = True
 
     def detach(self) -> "Ticket":
         """Move everything that this ticket holds to a new ticket, for work that continues after its

@@ -71,6 +71,7 @@ class EventPump:
         timeout_s: float | None,
         on_tokens: OnTokens,
         on_usage: Callable[[UsageEvent], None] = lambda _: None,
+        on_end: Callable[[], None] = lambda: None,
         trace: Trace | None = None,
     ) -> None:
         num_choices = num_sources * choices_per_source
@@ -97,6 +98,7 @@ class EventPump:
         self._last_token_at = [0.0] * num_choices
         self._on_tokens = on_tokens
         self._on_usage = on_usage
+        self._on_end = on_end  # called before the end can be written
         self.trace = trace
         self._tap: Callable[[Event], None] | None = None  # sees all events, for the trace
         self._pending: list[OutputEvent] = []
@@ -280,6 +282,7 @@ class EventPump:
         if self.failure is None and self._open:
             self.failure = error
             self.ended_at = time.monotonic()
+            self._on_end()
             for task in self._tasks:
                 task.cancel()
             self._wake()
@@ -341,6 +344,8 @@ class EventPump:
         else:
             self._open -= 1
             self.ended_at = time.monotonic()
+            if self._open == 0:
+                self._on_end()
             self._wake()
 
     def _accept(self, first_choice: int, event: Event) -> None:

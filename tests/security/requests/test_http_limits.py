@@ -258,7 +258,7 @@ def test_bad_heads_are_refused(server: LiveServer, extra: bytes) -> None:
     if extra.startswith(b"Host"):
         assert answer.startswith(b"HTTP/1.1 200")  # probes answer to any host
         answer = exchange(server, GET.replace(b"/livez", b"/v1/models"), extra, b"\r\n")
-    assert answer == b"" or answer.startswith(b"HTTP/1.1 400"), answer[:100]
+    assert answer.startswith(b"HTTP/1.1 400"), answer[:100]
     long_line = GET.replace(b"/livez", b"/" + b"x" * 9000)
     assert exchange(server, long_line, b"\r\n").startswith(b"HTTP/1.1 400")
 

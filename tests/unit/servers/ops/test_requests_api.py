@@ -1,6 +1,9 @@
 """`/v1/admin/requests`: who sees which requests, and what a real engine tells about them."""
 
+import asyncio
+import threading
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +16,18 @@ from engine.core.key_file import add_key
 from engine.core.observability.metrics import Metrics
 from engine.frontend.request_recovery import MAX_LEFT, OpenRequests
 from engine.servers.app import create_app
+from engine.servers.http.history import RequestHistory
+from engine.servers.http.request_log import RequestRecord
+from engine.servers.serving.admission import Ticket
 from tests.support.fakes.fake_backend import FakeBackend
 from tests.support.fakes.routed_replicas import replica, router
-from tests.support.servers.live_server import chat, live_server, make_settings
+from tests.support.servers.live_server import (
+    chat,
+    events_of,
+    live_server,
+    make_settings,
+    wait_until,
+)
 from tests.support.toy_engine.llm import ToyBackend
 from tests.unit.servers.ops.test_explain import QUICK
 
@@ -153,6 +165,46 @@ def test_a_client_that_leaves_is_explained_too() -> None:
         requests.leave(f"later{number}", RequestNotes())
     requests.deliver([aborted])
     assert len(notes.timelines) == 1, "too many clients have left since"
+
+
+def test_an_answer_that_was_read_to_its_end_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = threading.Event()
+    close = Ticket.close
+
+    async def close_late(ticket: Ticket) -> None:
+        await asyncio.to_thread(asked.wait, 30)
+        await close(ticket)
+
+    monkeypatch.setattr(Ticket, "close", close_late)
+    with live_server() as live, ThreadPoolExecutor() as threads:
+        url, history = f"{live.url}/v1/chat/completions", live.services.history
+        with httpx.stream("POST", url, json=chat(stream=True)) as answer:
+            lines = answer.iter_lines()
+            first = events_of(next(lines) + "\n\n")[0]
+            assert "data: [DONE]" in lines
+            asking = threads.submit(httpx.get, f"{live.url}/v1/admin/requests/{first['id']}")
+            wait_until(lambda: any(each.ended for each in list(history._open.values())))
+            asked.set()
+            told = asking.result()
+        assert told.status_code == 200, told.text
+        assert told.json()["completion_tokens"]
+
+
+async def test_only_what_is_ending_is_waited_for() -> None:
+    history = RequestHistory(2)
+    running, ending = (RequestRecord(name, completion_id=name, tenant="a") for name in "xy")
+    for record in (running, ending):
+        history.begin(record)
+    ending.is_ending = True
+    assert await history.find("x", "a") is None
+    assert await history.find("y", "b") is None
+    asking = asyncio.create_task(history.find("y", "a"))
+    while ending.ended is None:
+        await asyncio.sleep(0)
+    history.end(ending)
+    assert await asking is ending
+    history.end(running)
+    assert await history.find("x", "a") is running
 
 
 async def test_a_server_that_keeps_nothing_collects_nothing() -> None:
