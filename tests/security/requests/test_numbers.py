@@ -24,8 +24,8 @@ from engine.servers.app import create_app
 from engine.servers.http.limits import decode_object
 from engine.servers.openapi import BODIES
 from engine.servers.schema.body import parse_body
+from engine_tools import source_trees
 from tests.support.fakes.fake_backend import MODEL, FakeBackend
-from tests.support.references import source_trees
 from tests.support.servers.live_server import make_settings
 
 MESSAGES = [{"role": "user", "content": "say hello"}]

@@ -7,7 +7,7 @@ syntax trees of all modules that start, watch or end processes.
 import ast
 from collections.abc import Iterator
 
-from tests.support.references.source_trees import ROOT, Source, sources
+from engine_tools.source_trees import ROOT, Source, sources
 
 SUPERVISORS = (
     "engine.backends.process",
