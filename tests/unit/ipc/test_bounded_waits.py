@@ -101,7 +101,7 @@ def test_every_wait_of_a_supervisor_has_a_bound():
     assert set(found) == set(ENDED_BY), "some of these waits are gone"
 
 
-def test_the_rule_sees_waits_without_bounds():
+def test_the_checker_finds_unbounded_waits():
     text = """
 async def unbounded(process, event, future):
     process.wait()

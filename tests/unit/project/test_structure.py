@@ -200,12 +200,12 @@ def rank(module: str) -> int | None:
     return RANKS[max(rooms, key=len)] if rooms else None
 
 
-def test_every_module_has_a_place() -> None:
+def test_every_module_has_a_rank() -> None:
     unplaced = [each.module for each in sources() if rank(each.module) is None]
     assert unplaced == ["engine"], "give a new room its rank above"
 
 
-def test_imports_point_down() -> None:
+def test_imports_point_to_lower_ranks() -> None:
     wrong = []
     for source in sources():
         own = rank(source.module)
@@ -243,7 +243,7 @@ def test_few_modules_have_one_importer_next_door() -> None:
     assert len(one_importer_next_door()) <= MAX_ONE_IMPORTER_MODULES
 
 
-def test_frameworks_stay_in_their_rooms() -> None:
+def test_framework_libraries_are_imported_only_in_their_packages() -> None:
     wrong = []
     for source in sources():
         for node, target in imports(source):
@@ -254,7 +254,7 @@ def test_frameworks_stay_in_their_rooms() -> None:
 
 
 @pytest.mark.parametrize(("name", "most"), [("jax", 1900), ("tinygrad", 1400)])
-def test_small_frameworks_stay_small(name: str, most: int) -> None:
+def test_the_jax_and_tinygrad_packages_stay_small(name: str, most: int) -> None:
     """What a second framework would need too belongs beside their folders."""
     room = f"engine.{name}"
     found = [source for source in sources() if is_within(source.module, room)]
@@ -275,7 +275,7 @@ def test_frameworks_do_not_import_each_other() -> None:
     assert not wrong
 
 
-def test_rooms_import_only_what_they_may() -> None:
+def test_rooms_import_only_allowed_modules() -> None:
     wrong = [
         f"{source.at(node)} imports {target}"
         for room, allowed in SHARED_ROOMS.items()
@@ -300,7 +300,7 @@ def test_generic_server_code_imports_no_api() -> None:
     assert not wrong
 
 
-def test_every_folder_says_what_it_holds() -> None:
+def test_every_package_has_a_docstring() -> None:
     folders = {each.path.parent for each in sources()}
     told = {
         each.path.parent
@@ -310,7 +310,7 @@ def test_every_folder_says_what_it_holds() -> None:
     assert not sorted(str(path.relative_to(ROOT)) for path in folders - told)
 
 
-def test_folders_stay_small() -> None:
+def test_folders_have_few_files() -> None:
     kinds = {".py", ".cpp", ".h", ".cu", ".cuh"}
     files = [
         path
@@ -323,7 +323,7 @@ def test_folders_stay_small() -> None:
     assert not large
 
 
-def test_cuda_is_asked_for_in_one_place() -> None:
+def test_cuda_only_apis_are_used_in_few_modules() -> None:
     """So that a ROCm build of PyTorch runs all other files."""
     wrong = [
         f"{source.at(node)} uses {node.attr}"
@@ -357,11 +357,11 @@ def code_from_data() -> list[str]:
     return wrong
 
 
-def test_nothing_can_run_code_from_data() -> None:
+def test_nothing_that_turns_data_into_code_is_used() -> None:
     assert not code_from_data()
 
 
-def test_jinja_has_one_home() -> None:
+def test_jinja_is_imported_in_one_module() -> None:
     users = {
         source.module
         for source in sources()
@@ -371,7 +371,7 @@ def test_jinja_has_one_home() -> None:
     assert users <= JINJA_HOMES
 
 
-def test_the_device_is_waited_for_in_one_place() -> None:
+def test_only_wait_and_logits_synchronize_with_the_device() -> None:
     """In frameworks, only `PendingTokens.wait` and `logits` may read values from the device."""
     wrong = []
     for source in sources():
