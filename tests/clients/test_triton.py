@@ -83,7 +83,7 @@ def text_of(responses: list[Any]) -> str:
     return b"".join(each.as_numpy("text_output")[0] for each in responses).decode()
 
 
-def test_the_text_is_ours_and_arrives_in_pieces(
+def test_triton_streams_the_same_text_as_our_server(
     engine: tuple[ServedEngine, str], triton: TritonServer
 ) -> None:
     served, ours = engine
@@ -97,7 +97,7 @@ def test_the_text_is_ours_and_arrives_in_pieces(
             assert sum(int(each.as_numpy("num_output_tokens")[0]) for each in pieces) == 24
 
 
-def test_several_texts_in_one_request(
+def test_triton_answers_several_prompts_in_one_request(
     engine: tuple[ServedEngine, str], triton: TritonServer
 ) -> None:
     (ours,) = ask(engine[1], list(PROMPTS), stream=False)
@@ -106,7 +106,7 @@ def test_several_texts_in_one_request(
         assert ours.as_numpy(name).tolist() == theirs.as_numpy(name).tolist(), name
 
 
-def test_tritons_own_generate_route(triton: TritonServer) -> None:
+def test_triton_generate_route_passes_integer_and_float_parameters(triton: TritonServer) -> None:
     """Integers and floats of JSON reach our server as they were sent."""
     body = {"text_input": PROMPTS[0], "max_tokens": 7, "top_k": 40, "seed": 2**40, "stream": False}
     made = httpx.post(f"http://{triton.http}/v2/models/{DEFAULT_MODEL}/generate", json=body)
@@ -114,7 +114,7 @@ def test_tritons_own_generate_route(triton: TritonServer) -> None:
     assert made.json()["num_output_tokens"] == 7
 
 
-def test_a_refusal_reaches_the_client(triton: TritonServer) -> None:
+def test_triton_client_gets_the_error_of_a_refused_request(triton: TritonServer) -> None:
     with pytest.raises(InferenceServerException, match="max_tokens"):
         ask(triton.grpc, ["a"], stream=True, num_tokens=10**6)
 

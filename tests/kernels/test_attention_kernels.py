@@ -92,13 +92,17 @@ HEADS = [(4, 1, 16), (6, 2, 24), (2, 2, 32)]
 
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("window", [None, 20])
-def test_rows_of_one_query(heads: tuple[int, int, int], window: int | None) -> None:
+def test_decode_rows_equal_reference_attention(
+    heads: tuple[int, int, int], window: int | None
+) -> None:
     compare(config(*heads, window), step([(1, 1), (65, 1), (200, 1), (8, 1), (300, 1)]))
 
 
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("window", [None, 20])
-def test_rows_of_several_queries(heads: tuple[int, int, int], window: int | None) -> None:
+def test_prefill_rows_equal_reference_attention(
+    heads: tuple[int, int, int], window: int | None
+) -> None:
     compare(config(*heads, window), step([(40, 40), (150, 3), (161, 70), (2, 2)]))
 
 
@@ -111,7 +115,7 @@ FEATURES = [
 
 
 @pytest.mark.parametrize("features", FEATURES, ids=str)
-def test_a_mixed_step(features: dict) -> None:
+def test_steps_mixing_prefill_and_decode_equal_reference_attention(features: dict) -> None:
     model = replace(config(6, 2, 16), **features)
     compare(model, step([(20, 20), (400, 1), (1, 1), (90, 33)]))
 
@@ -161,14 +165,14 @@ def test_windowed_layers_read_their_own_tables_and_no_freed_block(
         torch.testing.assert_close(result, wanted, atol=tolerance, rtol=tolerance)
 
 
-def test_a_shared_prefix_is_scored_as_any_key() -> None:
+def test_prefix_sharing_does_not_change_attention_scores() -> None:
     rows = [(300 + 5 * row, 1) for row in range(17)]
     model = replace(config(4, 2, 16), softcap=1.5, has_sinks=True)
     compare(model, step(rows, shared=35))
 
 
 @pytest.mark.parametrize("features", [{"alibi_bias": 8.0}, {"windows": (None, 20)}], ids=str)
-def test_models_that_cannot_share_a_prefix(features: dict) -> None:
+def test_models_with_alibi_or_windows_do_not_share_prefixes(features: dict) -> None:
     model = replace(config(4, 2, 16), **features)
     inputs = step([(300 + 5 * row, 1) for row in range(17)], shared=35)
     backend = TritonAttention(model, block_size=BLOCK_SIZE, dtype=torch.float32)
@@ -177,7 +181,7 @@ def test_models_that_cannot_share_a_prefix(features: dict) -> None:
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 256])
-def test_half_precision_takes_other_tiles(head_dim: int) -> None:
+def test_float16_attention_equals_the_reference(head_dim: int) -> None:
     inputs = step([(40, 40), (150, 1), (1, 1), (190, 70), (140, 1)])
     compare(config(4, 2, head_dim), inputs, torch.float16, 2e-3)
     compare(
@@ -190,7 +194,7 @@ LATENTS = [(6, 24, 8), (20, 32, 16), (16, 512, 64)]
 
 
 @pytest.mark.parametrize("sizes", LATENTS)
-def test_latents_are_keys_and_values(sizes: tuple[int, int, int]) -> None:
+def test_latent_attention_reads_keys_and_values_from_latents(sizes: tuple[int, int, int]) -> None:
     heads, latent, rope_dim = sizes
     model = replace(config(heads, 1, latent + rope_dim), latent=latent)
     compare(model, step([(1, 1), (65, 1), (700, 1), (40, 40), (90, 33), (2, 2)]))
@@ -198,7 +202,7 @@ def test_latents_are_keys_and_values(sizes: tuple[int, int, int]) -> None:
     compare(model, many, torch.float16, 2e-3)
 
 
-def test_a_long_row_is_cut_and_merged() -> None:
+def test_a_long_decode_row_is_split_and_its_partial_results_merged() -> None:
     model = config(4, 2, 16)
     inputs = step([(700, 1), (3, 1)])
     lists, _ = TritonAttention(model, block_size=BLOCK_SIZE, dtype=torch.float32).lists(inputs)
@@ -207,7 +211,7 @@ def test_a_long_row_is_cut_and_merged() -> None:
 
 
 @pytest.mark.parametrize("lengths", [(8000,), (1, 900, 2000, 130, 64, 2500, 700, 33)])
-def test_spans_leave_no_program_behind(lengths: tuple[int, ...]) -> None:
+def test_work_spans_cover_every_row_evenly_with_the_longest_first(lengths: tuple[int, ...]) -> None:
     """A row's are alike and cover it, the longest are begun first, a lone row fills the card."""
     backend = TritonAttention(config(16, 8, 16), block_size=BLOCK_SIZE, dtype=torch.float32)
     lists, _ = backend.lists(step([(length, 1) for length in lengths]))
@@ -222,7 +226,7 @@ def test_spans_leave_no_program_behind(lengths: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("num_rows", [16, 37])
-def test_a_shared_prefix_is_read_for_many_rows_at_once(num_rows: int) -> None:
+def test_a_shared_prefix_is_read_once_for_many_rows(num_rows: int) -> None:
     model = config(4, 2, 16)
     inputs = step([(300 + 5 * row, 1) for row in range(num_rows)], shared=35)
     backend = TritonAttention(model, block_size=BLOCK_SIZE, dtype=torch.float32)
@@ -234,7 +238,7 @@ def test_a_shared_prefix_is_read_for_many_rows_at_once(num_rows: int) -> None:
     compare(model, inputs)
 
 
-def test_few_rows_or_a_short_prefix_are_not_worth_sharing() -> None:
+def test_prefixes_are_not_shared_for_few_rows_or_a_short_prefix() -> None:
     backend = TritonAttention(config(4, 2, 16), block_size=BLOCK_SIZE, dtype=torch.float32)
     for inputs in (step([(300, 1)] * 3, shared=35), step([(40, 1)] * 20, shared=3)):
         lists, _ = backend.lists(inputs)
@@ -242,7 +246,7 @@ def test_few_rows_or_a_short_prefix_are_not_worth_sharing() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_lists_fit_the_room_of_a_graph(seed: int) -> None:
+def test_work_lists_fit_the_capacity_of_a_cuda_graph(seed: int) -> None:
     rng = np.random.default_rng(seed)
     backend = TritonAttention(config(4, 1, 16), block_size=BLOCK_SIZE, dtype=torch.float32)
     num_rows = int(rng.integers(1, 40))
@@ -255,7 +259,7 @@ def test_lists_fit_the_room_of_a_graph(seed: int) -> None:
     assert lists["partials"].sum(axis=0)[1] <= room.partials
 
 
-def test_an_item_that_is_lost_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_comparison_fails_if_a_work_item_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = attention_triton._spans
 
     def loses_one(*args: object) -> tuple[np.ndarray, np.ndarray]:
@@ -268,7 +272,7 @@ def test_an_item_that_is_lost_is_noticed(monkeypatch: pytest.MonkeyPatch) -> Non
         compare(config(4, 2, 16), step([(700, 1)]))
 
 
-def test_two_steps_use_the_same_counters() -> None:
+def test_merge_counters_are_reset_between_steps() -> None:
     model = config(4, 2, 16)
     backend = TritonAttention(model, block_size=BLOCK_SIZE, dtype=torch.float32)
     inputs = step([(700, 1), (400, 1)])

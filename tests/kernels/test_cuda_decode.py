@@ -130,23 +130,27 @@ def same(found: Tensor, wanted: Tensor) -> None:
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_rows_of_all_lengths(sizes: tuple[int, int, int, int]) -> None:
+def test_fp8_decode_attention_equals_the_reference_at_all_lengths(
+    sizes: tuple[int, int, int, int],
+) -> None:
     compare(sizes)
 
 
-def test_float16() -> None:
+def test_fp8_decode_attention_with_float16_queries() -> None:
     compare(LLAMA_8B, dtype=torch.float16)
 
 
 @pytest.mark.parametrize("sizes", [LLAMA_1B, (16, 2, 128, 8), (12, 3, 128, 64)], ids=str)
 @pytest.mark.parametrize("window", [20, 100])
-def test_a_window_hides_early_keys(sizes: tuple[int, int, int, int], window: int) -> None:
+def test_the_sliding_window_hides_early_keys(sizes: tuple[int, int, int, int], window: int) -> None:
     """Some spans lie wholly before the window."""
     compare(sizes, window=window)
 
 
 @pytest.mark.parametrize("sizes", [LLAMA_8B, (16, 2, 128, 8)], ids=str)
-def test_a_long_row_is_merged(sizes: tuple[int, int, int, int]) -> None:
+def test_fp8_decode_attention_merges_the_parts_of_a_long_row(
+    sizes: tuple[int, int, int, int],
+) -> None:
     lists, _ = TritonAttention(model(sizes), block_size=sizes[3], dtype=torch.bfloat16).lists(
         step((1900,), sizes[3])
     )
@@ -154,14 +158,14 @@ def test_a_long_row_is_merged(sizes: tuple[int, int, int, int]) -> None:
     compare(sizes, (1900,))
 
 
-def test_one_span_of_many_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_work_span_covers_many_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """The block table is longer than what the producer warp loads at once."""
     monkeypatch.setattr(decode, "MIN_SPAN", 1 << 20)
     compare((4, 2, 64, 8), (1100, 700))
 
 
 @pytest.mark.skipif(not HOPPER and not interpreting(), reason="Triton reads the shared prefix")
-def test_a_shared_prefix() -> None:
+def test_fp8_decode_attention_with_a_shared_prefix() -> None:
     sizes = (4, 2, 64, 16)
     compare(sizes, tuple(300 + 5 * row for row in range(17)), shared=17)
 
@@ -180,7 +184,7 @@ def test_a_graph_launches_more_thread_blocks_than_there_are_spans() -> None:
         assert plan.scratch is not None and not plan.scratch.arrived.any()
 
 
-def test_values_of_very_different_scales() -> None:
+def test_fp8_cache_scales_multiply_scores_and_values() -> None:
     """Scales multiply scores and weights, key by key."""
     sizes = LLAMA_1B
     heads, inputs = model(sizes), step((90, 33), sizes[3])
@@ -193,7 +197,7 @@ def test_values_of_very_different_scales() -> None:
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_two_thread_blocks_fit_into_a_multiprocessor(sizes: tuple[int, int, int, int]) -> None:
+def test_two_thread_blocks_fit_on_one_multiprocessor(sizes: tuple[int, int, int, int]) -> None:
     heads, inputs = model(sizes), step((1,), sizes[3])
     _, cache = tensors(inputs, sizes, torch.bfloat16)
     group = heads.heads_per_program
@@ -213,14 +217,14 @@ def test_two_thread_blocks_fit_into_a_multiprocessor(sizes: tuple[int, int, int,
         (model((64, 4, 128, 16)), 16, torch.bfloat16),
     ],
 )
-def test_other_models_keep_the_triton_kernel(
+def test_models_that_the_cuda_decode_kernel_does_not_cover_use_triton(
     heads: AttentionHeads, block_size: int, dtype: torch.dtype
 ) -> None:
     assert decode.covers(model(LLAMA_8B), 16, torch.bfloat16)
     assert not decode.covers(heads, block_size, dtype)
 
 
-def test_spans_fit_the_room_of_a_graph() -> None:
+def test_decode_spans_fit_the_capacity_of_a_cuda_graph() -> None:
     rng = np.random.default_rng(0)
     for num_rows in (1, 2, 17, 64, 300):
         backend = TritonAttention(model(LLAMA_8B), block_size=16, dtype=torch.bfloat16)

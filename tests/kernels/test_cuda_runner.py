@@ -97,7 +97,7 @@ def test_windowed_layers_have_a_cache_of_their_own(name: str, tmp_path: Path) ->
     assert tracks[0].window_blocks.count(0) >= 1
 
 
-def test_a_float8_cache_gives_the_references_tokens(tmp_path: Path) -> None:
+def test_a_float8_kv_cache_gives_the_reference_tokens(tmp_path: Path) -> None:
     """Prefill in chunks, and decode."""
     _, path = tiny_models.save("llama", tmp_path)
     source = open_model(path)
@@ -135,7 +135,7 @@ def test_a_step_with_an_image_runs_without_a_graph(tmp_path: Path) -> None:
     assert drawn[0] == drawn[1]
 
 
-def test_a_token_in_flight_is_taken_from_the_device(tmp_path: Path) -> None:
+def test_a_sampled_token_still_in_flight_is_read_on_the_device(tmp_path: Path) -> None:
     runner, oracle = runners("llama", tmp_path)
     plain = RunnerDriver(oracle)
     expected = plain.generate([plain.add(tiny_models.text(5, 0))], 3)
@@ -181,7 +181,7 @@ def asked_of_step(number: int, tracks: list[Track]) -> dict[str, object]:
 
 
 @pytest.mark.slow  # interpreted; the quick tests draw once by the same code
-def test_graphs_of_drawing_give_the_samplers_tokens(tmp_path: Path) -> None:
+def test_sampling_cuda_graphs_draw_the_samplers_tokens(tmp_path: Path) -> None:
     """The last step has a graph of more rows than it needs: one of them belongs to nobody."""
     sampled = []
     for runner in runners("llama", tmp_path):
@@ -201,7 +201,9 @@ def test_graphs_of_drawing_give_the_samplers_tokens(tmp_path: Path) -> None:
     assert sampled[0] == sampled[1]
 
 
-def test_a_given_token_is_kept_only_if_the_host_sampled_it(tmp_path: Path) -> None:
+def test_a_token_from_the_host_replaces_the_devices_own_only_if_the_host_sampled_it(
+    tmp_path: Path,
+) -> None:
     """By a graph, although all rows are greedy."""
     runner, _ = runners("llama", tmp_path)
     driver = RunnerDriver(runner)
@@ -215,7 +217,7 @@ def test_a_given_token_is_kept_only_if_the_host_sampled_it(tmp_path: Path) -> No
     assert runner._last_token[:3].tolist() == [-5, *tokens[1:]]
 
 
-def test_what_is_asked_for_beside_tokens(tmp_path: Path) -> None:
+def test_logprobs_and_hidden_states_of_the_cuda_runner_equal_the_reference(tmp_path: Path) -> None:
     outputs = []
     for runner in runners("llama", tmp_path):
         driver = RunnerDriver(runner)
@@ -234,7 +236,7 @@ def test_what_is_asked_for_beside_tokens(tmp_path: Path) -> None:
     np.testing.assert_allclose(ours.hidden, reference.hidden, atol=1e-4)
 
 
-def test_a_row_that_is_not_finite_is_told_and_erased(tmp_path: Path) -> None:
+def test_a_nonfinite_row_is_reported_and_its_cache_erased(tmp_path: Path) -> None:
     runner, _ = runners("llama", tmp_path)
     driver = RunnerDriver(runner)
     good, bad = driver.add(tiny_models.text(5, 0)), driver.add(tiny_models.text(6, 1))
@@ -247,7 +249,7 @@ def test_a_row_that_is_not_finite_is_told_and_erased(tmp_path: Path) -> None:
     assert bool(torch.isfinite(runner._cache.caches[0].slots[:, 4:]).all())
 
 
-def test_what_breaks_after_the_last_attention_is_told(tmp_path: Path) -> None:
+def test_nan_after_the_last_attention_is_reported(tmp_path: Path) -> None:
     """There only the rows that logits are read of go on."""
     runner, _ = runners("llama", tmp_path)
     with torch.no_grad():
@@ -257,7 +259,7 @@ def test_what_breaks_after_the_last_attention_is_told(tmp_path: Path) -> None:
     assert driver.step([(track, 14)]).finite.tolist() == [False]
 
 
-def test_sizes_of_graphs_cover_every_batch() -> None:
+def test_cuda_graph_sizes_cover_every_batch_size() -> None:
     for most in (1, 3, 16, 200, 256, 300, 1024):
         sizes = step_sizes.row_sizes(most)
         assert sizes == tuple(sorted(set(sizes))) and sizes[-1] == most

@@ -11,7 +11,9 @@ from engine.torch.kernels.triton import experts
 
 
 @pytest.mark.parametrize("num_tokens", [1, 40])
-def test_pairs_are_sorted_into_blocks(num_tokens: int, device: torch.device) -> None:
+def test_token_expert_pairs_are_sorted_into_blocks_by_expert(
+    num_tokens: int, device: torch.device
+) -> None:
     """Expert 3 gets no pair, expert 0 more than one block, and each pair is in one block."""
     generator = torch.Generator().manual_seed(0)
     chosen = torch.stack([torch.randperm(4, generator=generator)[:2] for _ in range(num_tokens)])
@@ -32,7 +34,9 @@ def test_pairs_are_sorted_into_blocks(num_tokens: int, device: torch.device) -> 
     assert sorted(found) == list(range(2 * num_tokens))
 
 
-def test_groups_and_correction_choose_but_do_not_weigh(device: torch.device) -> None:
+def test_expert_groups_and_score_correction_affect_selection_but_not_weights(
+    device: torch.device,
+) -> None:
     """Two of four groups by their best two corrected scores, then two experts of these groups."""
     rule = ExpertsConfig(
         count=8,
@@ -56,7 +60,7 @@ def test_groups_and_correction_choose_but_do_not_weigh(device: torch.device) -> 
     torch.testing.assert_close(shares[0], 2.5 * scores / scores.sum())
 
 
-def test_a_token_of_nan_chooses_existing_experts(device: torch.device) -> None:
+def test_a_token_with_nan_selects_existing_experts(device: torch.device) -> None:
     logits = torch.full((2, 5), float("nan"), device=device)
     logits[1] = torch.arange(5, device=device)
     _, ids = route(logits, None, ExpertsConfig(5, 2, 4))

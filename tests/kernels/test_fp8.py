@@ -25,7 +25,7 @@ def inputs_on(device: torch.device) -> Inputs:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_no_value_that_is_not_finite_gets_lost(bad: float, device: torch.device) -> None:
+def test_nan_and_infinity_survive_float8_quantization(bad: float, device: torch.device) -> None:
     x = inputs_on(device).normal(3, 2 * TINY.inner_size)
     x[1, 5] = bad
     weight = torch.ones(x.shape[1], device=device, dtype=x.dtype)
@@ -68,7 +68,7 @@ def test_keys_and_values_are_written_with_a_scale_per_head(device: torch.device)
     torch.testing.assert_close(after[others], before[others], rtol=0, atol=0)
 
 
-def test_scales_lie_behind_the_values(device: torch.device) -> None:
+def test_float8_cache_scales_are_stored_behind_the_values(device: torch.device) -> None:
     cache = random_cache(inputs_on(device), 2, TINY)
     assert cache_scales(cache).shape == cache.shape[:-1]
     torch.testing.assert_close(cache_scales(copied(cache)), cache_scales(cache), rtol=0, atol=0)

@@ -20,7 +20,7 @@ SIZES = [(rows, outputs) for rows in (65, 128, 129, 256, 8192) for outputs in (8
     ("rows", "outputs", "columns"),
     [(128, 8192, 128), (128, 14336, 224), (256, 8192, 256), (256, 14336, 224)],
 )
-def test_tiles_fill_the_card(rows: int, outputs: int, columns: int) -> None:
+def test_chosen_tiles_keep_the_gpu_busy(rows: int, outputs: int, columns: int) -> None:
     """With other widths the last round of tiles leaves more of it idle."""
     config = choose(rows, outputs, H200)
     assert config == GatedLinearConfig(columns, cluster=-(-rows // ROWS))
@@ -29,12 +29,12 @@ def test_tiles_fill_the_card(rows: int, outputs: int, columns: int) -> None:
 
 
 @pytest.mark.parametrize(("rows", "outputs"), SIZES)
-def test_rings_fit_into_a_multiprocessor(rows: int, outputs: int) -> None:
+def test_pipeline_buffers_fit_into_shared_memory(rows: int, outputs: int) -> None:
     assert choose(rows, outputs, H200).shared_bytes <= SHARED_BYTES - 256  # barriers
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("f16", torch.float16)])
-def test_the_source_names_its_sizes(name: str, dtype: torch.dtype) -> None:
+def test_generated_cuda_source_defines_the_tile_sizes(name: str, dtype: torch.dtype) -> None:
     text = source(GatedLinearConfig(columns=224, cluster=2), dtype)
     assert "#define COLUMNS 224" in text and "#define CLUSTER 2" in text
     assert f"m64n224k16.f32.{name}.{name}" in text
@@ -45,6 +45,8 @@ def test_the_source_names_its_sizes(name: str, dtype: torch.dtype) -> None:
     ("fused", "counts"),
     [(True, (65, 128, 224, 256, 448, 512, 768, 8192)), (False, (64, 136, 160, 192, 320, 576))],
 )
-def test_rows_that_fill_tiles_badly_go_to_the_library(fused: bool, counts: tuple[int, ...]) -> None:
+def test_row_counts_that_waste_tiles_use_the_library_gemm(
+    fused: bool, counts: tuple[int, ...]
+) -> None:
     """On an H200 at the 8B shape: 98 us, the library's 68, at 136 rows; 180 and 115 at 288."""
     assert {fills_tiles(rows) for rows in counts} == {fused}

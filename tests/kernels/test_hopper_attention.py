@@ -21,12 +21,12 @@ CONFIGS = [
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_tiles_fit_into_a_multiprocessor(config: AttentionConfig) -> None:
+def test_prefill_tiles_fit_into_shared_memory(config: AttentionConfig) -> None:
     assert config.shared_bytes <= SHARED_BYTES - 256  # barriers
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_the_source_has_both_products(config: AttentionConfig) -> None:
+def test_generated_cuda_source_contains_both_matmuls(config: AttentionConfig) -> None:
     text = source(config, torch.bfloat16)
     assert f"#define WINDOW {config.window}" in text
     assert "multiply_keys(float (&sums)[64], u64" in text
@@ -34,7 +34,7 @@ def test_the_source_has_both_products(config: AttentionConfig) -> None:
 
 
 @pytest.mark.parametrize("shape", [LLAMA_1B, LLAMA_8B])
-def test_items_get_shorter_along_the_list(shape: Shape) -> None:
+def test_prefill_work_items_are_sorted_by_length(shape: Shape) -> None:
     rows = [(512, 512), (3000, 200), (40, 1), (700, 700)]
     backend = TritonAttention(_heads(shape), block_size=16, dtype=torch.bfloat16)
     step = batch_of(rows, np.zeros((len(rows), 1), np.int32))

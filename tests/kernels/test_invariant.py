@@ -60,7 +60,9 @@ def products_are_chains(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("parts", ["residual", "gate", "bias", "bias and gate"])
-def test_a_row_has_the_same_product_in_every_step(parts: str, device: torch.device) -> None:
+def test_a_row_of_a_matmul_is_bit_identical_in_every_batch(
+    parts: str, device: torch.device
+) -> None:
     """It is what a library's product gives, with the other parts after it."""
     outputs = 72
     inputs = Inputs(device, torch.float16)
@@ -83,7 +85,7 @@ def test_a_row_has_the_same_product_in_every_step(parts: str, device: torch.devi
     assert torch.equal(y if residual is None else residual + y, whole)
 
 
-def test_the_library_multiplies_where_it_has_our_bits(
+def test_cublas_is_used_only_for_shapes_where_its_bits_equal_ours(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A library that adds in another order for 40 rows is not used for 40 rows."""
@@ -114,7 +116,7 @@ ALONE = ((70, 1), (33, 1))
         pytest.param(None, None, False, 8.0, marks=pytest.mark.slow),
     ],
 )
-def test_a_query_has_the_same_result_in_every_step(
+def test_attention_of_a_query_is_bit_identical_in_every_batch(
     window: int | None,
     softcap: float | None,
     has_sinks: bool,
@@ -156,7 +158,7 @@ def test_a_query_has_the_same_result_in_every_step(
         assert torch.equal(results.setdefault(position, result), result), position
 
 
-def test_long_rows_are_cut_until_the_memory_of_partial_results_is_full() -> None:
+def test_long_rows_are_split_until_partial_result_memory_is_full() -> None:
     heads = AttentionHeads(32, 8, 64, 0.125)
     ours = invariant.InvariantAttention(heads, block_size=16, dtype=torch.bfloat16)
     lengths = (200_000, 256, 257, 400_000, 1, 3_000)
@@ -175,7 +177,7 @@ def test_long_rows_are_cut_until_the_memory_of_partial_results_is_full() -> None
     assert len(lone["spans"]) == 16 and lone["partials"].tolist() == [[0, 16]]
 
 
-def test_a_float8_row_has_the_same_product_in_every_step(device: torch.device) -> None:
+def test_a_row_of_a_float8_matmul_is_bit_identical_in_every_batch(device: torch.device) -> None:
     inputs = Inputs(device, torch.float16)
     x, weight = inputs.normal(40, 96), quantize_rows(inputs.normal(80, 96))
     scale = weight.scales[:, 0].contiguous()
@@ -190,7 +192,7 @@ def test_a_float8_row_has_the_same_product_in_every_step(device: torch.device) -
         assert torch.equal(product(x[first:last]), whole[first:last])
 
 
-def test_a_tokens_experts_do_not_depend_on_other_tokens(device: torch.device) -> None:
+def test_a_tokens_experts_do_not_depend_on_the_other_tokens(device: torch.device) -> None:
     inputs = Inputs(device, torch.float16)
     x, ids = inputs.normal(60, 48), inputs.integers(3, 60, 2).int()
     shares = inputs.uniform(60, 2)
@@ -209,7 +211,7 @@ def test_a_tokens_experts_do_not_depend_on_other_tokens(device: torch.device) ->
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/parity has this test for a GPU")
 @pytest.mark.slow  # interpreted; the quick tests check each kernel
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe-dense"])
-def test_a_request_has_the_same_logits_alone_and_in_company(
+def test_logits_of_a_request_are_bit_identical_alone_and_batched(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Alone in one chunk, and with others in chunks of four tokens, one of which has one token. A

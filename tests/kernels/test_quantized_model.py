@@ -59,7 +59,7 @@ def build(
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied head"])
-def test_a_quantized_model_computes_what_the_decoded_one_does(
+def test_a_quantized_model_computes_the_same_as_the_dequantized_one(
     tmp_path: Path, tied: bool, device: torch.device
 ) -> None:
     source = write(tmp_path / "model.gguf", tied)
@@ -79,7 +79,7 @@ def test_a_quantized_model_computes_what_the_decoded_one_does(
         )
 
 
-def test_experts_stay_quantized(tmp_path: Path, device: torch.device) -> None:
+def test_expert_weights_stay_quantized_on_the_gpu(tmp_path: Path, device: torch.device) -> None:
     experts = ExpertsConfig(count=3, per_token=2, size=32, renormalizes=True)
     config = tiny_config("qwen3_moe", num_layers=1, qk_norm="head", experts=experts)
     weights = {name: values * 0.2 for name, values in random_weights(config).items()}
@@ -107,7 +107,7 @@ def test_experts_stay_quantized(tmp_path: Path, device: torch.device) -> None:
 
 @pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied head"])
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
-def test_a_model_quantized_at_its_start_stays_close(
+def test_a_model_quantized_at_load_stays_close_to_the_original(
     tmp_path: Path, kind: str, tied: bool, device: torch.device
 ) -> None:
     source = write(tmp_path / "model.gguf", tied)
@@ -122,7 +122,7 @@ def test_a_model_quantized_at_its_start_stays_close(
     assert 0 < drift < (0.1 if kind == "fp8" else 0.02)
 
 
-def test_layers_are_made_smaller_one_at_a_time(
+def test_loading_quantizes_one_layer_at_a_time_to_bound_memory(
     tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While a weight is read, no plain matrix has memory but the one that it goes to."""

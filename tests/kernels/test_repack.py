@@ -46,7 +46,7 @@ def test_every_quantized_type_can_be_repacked() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(REPACKED))
-def test_a_repacked_matrix_decodes_to_its_values(name: str, device: torch.device) -> None:
+def test_a_repacked_matrix_dequantizes_to_its_values(name: str, device: torch.device) -> None:
     raw = stored(name)
     expected = torch.from_numpy(decode(name, raw, SHAPE)).to(device)
     weight = repack(name, torch.from_numpy(raw).to(device), SHAPE)
@@ -61,6 +61,6 @@ def test_a_repacked_matrix_decodes_to_its_values(name: str, device: torch.device
 
 
 @pytest.mark.parametrize("name", sorted(REPACKED))
-def test_the_plan_knows_a_repacked_matrix_size(name: str) -> None:
+def test_the_memory_plan_knows_the_size_of_a_repacked_matrix(name: str) -> None:
     weight = repack(name, torch.from_numpy(stored(name)), SHAPE)
     assert weight.nbytes == SHAPE[0] * SHAPE[1] * packed_bits(name) / 8

@@ -52,7 +52,9 @@ def step(rng: np.random.Generator, greedy: bool, unmasked: bool) -> SamplingInpu
 
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "drawn"])
 @pytest.mark.parametrize("seed", range(3))
-def test_a_step_gives_the_samplers_tokens(seed: int, greedy: bool, device: torch.device) -> None:
+def test_gpu_sampling_equals_the_reference_sampler(
+    seed: int, greedy: bool, device: torch.device
+) -> None:
     rng = np.random.default_rng(seed)
     sampling = step(rng, greedy, unmasked=seed == 0)
     tokens = rng.integers(0, VOCABULARY, (ROWS, MAX_LENGTH + 1))
@@ -73,7 +75,9 @@ def test_a_step_gives_the_samplers_tokens(seed: int, greedy: bool, device: torch
     assert torch.equal(logits, before)
 
 
-def test_noise_is_the_samplers_for_every_token_word(device: torch.device) -> None:
+def test_sampling_noise_equals_the_reference_for_every_token_of_the_vocabulary(
+    device: torch.device,
+) -> None:
     """Flat logits make the draw the noise's own maximum, of a large vocabulary."""
     size, rows = 20000, 4
     rng = np.random.default_rng(0)
@@ -89,7 +93,9 @@ def test_noise_is_the_samplers_for_every_token_word(device: torch.device) -> Non
 
 
 @pytest.mark.parametrize("setting", ["top-k", "top-p", "min-p"])
-def test_no_token_below_a_floor_is_ever_drawn(setting: str, device: torch.device) -> None:
+def test_no_token_below_a_top_k_top_p_or_min_p_threshold_is_drawn(
+    setting: str, device: torch.device
+) -> None:
     """So hot that what is kept is all but equally likely: one token too many would be drawn."""
     rows, size = 16, 60
     rng = np.random.default_rng(1)
@@ -115,7 +121,7 @@ def test_no_token_below_a_floor_is_ever_drawn(setting: str, device: torch.device
 
 
 @pytest.mark.parametrize("setting", ["top-k", "top-p"])
-def test_a_floor_is_found_among_values_that_all_but_agree(
+def test_top_k_and_top_p_thresholds_are_found_among_nearly_equal_logits(
     setting: str, device: torch.device
 ) -> None:
     """Logits a few units in the last place apart, or probabilities that a coarser search takes for

@@ -228,7 +228,9 @@ def expected(native: ModuleType, kind: str, shape: Shape) -> list[F32]:
 
 @pytest.mark.parametrize("kind", CACHE_TYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_matches_the_definition(native: ModuleType, isa: str, kind: str, shape: Shape) -> None:
+def test_paged_attention_matches_the_definition(
+    native: ModuleType, isa: str, kind: str, shape: Shape
+) -> None:
     found = world(native, kind, shape).attend(isa)
     for i, (row, wanted) in enumerate(zip(ROWS, expected(native, kind, shape), strict=True)):
         error = np.abs(found[i] - wanted).max(axis=(1, 2)) / np.abs(wanted).max()
@@ -241,7 +243,9 @@ def test_matches_the_definition(native: ModuleType, isa: str, kind: str, shape: 
 
 @pytest.mark.parametrize("kind", CACHE_TYPES)
 @pytest.mark.parametrize("shape", (*SHAPES[:4], LATENT_SHAPES[0], SHAPES[-2]), ids=str)
-def test_company_changes_no_bit(native: ModuleType, isa: str, kind: str, shape: Shape) -> None:
+def test_attention_of_a_row_is_bit_identical_alone_and_batched(
+    native: ModuleType, isa: str, kind: str, shape: Shape
+) -> None:
     whole = world(native, kind, shape).attend(isa)
     for i, row in enumerate(ROWS):
         alone = world(native, kind, shape).attend(isa, {i: range(row.tokens)})
@@ -250,7 +254,7 @@ def test_company_changes_no_bit(native: ModuleType, isa: str, kind: str, shape: 
 
 @pytest.mark.parametrize("kind", CACHE_TYPES)
 @pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
-def test_cutting_a_prompt_changes_no_bit(
+def test_chunked_prefill_changes_no_bit_of_attention(
     native: ModuleType, isa: str, kind: str, shape: Shape
 ) -> None:
     length = 600
@@ -267,7 +271,7 @@ def test_cutting_a_prompt_changes_no_bit(
 
 @pytest.mark.parametrize("kind", CACHE_TYPES)
 @pytest.mark.parametrize("window", (0, 280))
-def test_sharing_and_threads_change_no_bit(
+def test_prefix_sharing_and_thread_count_change_no_bit_of_attention(
     native: ModuleType, isa: str, kind: str, window: int
 ) -> None:
     shape = Shape(6, 2, 32, window=window)
@@ -279,7 +283,7 @@ def test_sharing_and_threads_change_no_bit(
         np.testing.assert_array_equal(outputs, apart[i])
 
 
-def test_equal_rows_give_equal_bits_wherever_their_blocks_lie(native: ModuleType, isa: str) -> None:
+def test_equal_rows_give_equal_bits_in_different_blocks(native: ModuleType, isa: str) -> None:
     rows = tuple(Row(400, generated=1, seed=3) for _ in range(3))
     here = world(native, "bf16", Shape(3, 1, 64), rows)
     here.queries = [here.queries[0]] * 3
@@ -289,7 +293,9 @@ def test_equal_rows_give_equal_bits_wherever_their_blocks_lie(native: ModuleType
 
 
 @pytest.mark.parametrize("kind", CACHE_TYPES)
-def test_what_is_not_finite_stays_in_its_row(native: ModuleType, isa: str, kind: str) -> None:
+def test_nan_and_infinity_in_queries_affect_only_their_row(
+    native: ModuleType, isa: str, kind: str
+) -> None:
     rows = (Row(600, generated=1, shared=32), Row(610, generated=1, shared=32), Row(50, prompt=50))
     here = World(native, kind, Shape(4, 2, 64), rows)
     good = here.attend(isa)
@@ -304,7 +310,7 @@ def test_what_is_not_finite_stays_in_its_row(native: ModuleType, isa: str, kind:
 
 @pytest.mark.parametrize("kind", CACHE_TYPES)
 @pytest.mark.parametrize("head_dim", (8, 64, 72))
-def test_cache_holds_what_was_written_until_erased(
+def test_the_kv_cache_returns_what_was_written_until_it_is_erased(
     native: ModuleType, isa: str, kind: str, head_dim: int
 ) -> None:
     cache = native.AttentionCache(kind, 2, 3, head_dim, 32, 4)
@@ -340,7 +346,9 @@ def rounded(x: F32, kind: str, head_dim: int) -> Any:
     return (np.rint(heads * inverse) * (largest / np.float32(127))).reshape(x.shape)
 
 
-def test_not_finite_numbers_are_noticed_in_int8(native: ModuleType, isa: str) -> None:
+def test_nonfinite_keys_and_values_are_detected_in_an_int8_cache(
+    native: ModuleType, isa: str
+) -> None:
     cache = native.AttentionCache("int8", 1, 1, 32, 16, 1)
     keys = np.ones((2, 32), np.float32)
     keys[0, 9], keys[1, 9] = np.nan, np.inf
@@ -360,7 +368,7 @@ class TestSchedule:
         step.schedule(16)
         return step.items()
 
-    def test_a_shared_chunk_is_read_once(self, native: ModuleType) -> None:
+    def test_a_shared_chunk_is_read_once_for_all_rows(self, native: ModuleType) -> None:
         rows = tuple(Row(1100, generated=1, shared=64) for _ in range(16))
         items = self.items(native, rows)
         readers = {
@@ -370,12 +378,14 @@ class TestSchedule:
         assert [readers[chunk] for chunk in range(4)] == [[list(range(16))]] * 4
         assert readers[4] == [[i] for i in range(16)]
 
-    def test_a_long_row_is_cut_and_many_are_not(self, native: ModuleType) -> None:
+    def test_a_single_long_row_is_split_among_threads_and_many_rows_are_not(
+        self, native: ModuleType
+    ) -> None:
         alone = self.items(native, (Row(8192, generated=1),))
         assert len(alone) >= 4 and sum(count for _, _, count, _ in alone) == 32
         many = self.items(native, tuple(Row(700, generated=1) for _ in range(32)))
         assert [(first, count, part) for _, first, count, part in many] == [(0, 3, -1)] * 32
 
-    def test_a_window_leaves_out_what_nobody_sees(self, native: ModuleType) -> None:
+    def test_chunks_outside_the_sliding_window_are_not_read(self, native: ModuleType) -> None:
         items = self.items(native, (Row(2000, prompt=20),), window=100)
         assert [(first, count) for _, first, count, _ in items] == [(7, 1)]

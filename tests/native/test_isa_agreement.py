@@ -44,7 +44,7 @@ def outliers(rng: np.random.Generator, tokens: int, columns: int) -> NDArray[np.
 
 @pytest.mark.parametrize("layout", QUANTIZED)
 @pytest.mark.parametrize(("rows", "columns", "tokens"), SHAPES)
-def test_int8_products_agree(
+def test_int8_matmul_agrees_across_instruction_sets(
     native: ModuleType, isa: str, layout: str, rows: int, columns: int, tokens: int
 ) -> None:
     rng = np.random.default_rng(rows + columns)
@@ -60,7 +60,7 @@ def test_int8_products_agree(
 @pytest.mark.parametrize("layout", QUANTIZED)
 @pytest.mark.parametrize("tokens", [1, 5, 12, 16, 27, 35])
 @pytest.mark.parametrize("columns", [64, 200, 250])
-def test_kernels_of_one_family_have_the_same_bits(
+def test_isas_with_the_same_arithmetic_have_the_same_bits(
     native: ModuleType, isa: str, layout: str, tokens: int, columns: int
 ) -> None:
     """They differ in how they compute the exact dot products, and in nothing else. AMX tiles are
@@ -94,7 +94,7 @@ def test_int8_extremes_do_not_saturate(native: ModuleType, isa: str, layout: str
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("rows", "columns", "tokens"), SHAPES)
-def test_f32_products_agree(
+def test_f32_matmul_agrees_across_instruction_sets(
     native: ModuleType, isa: str, layout: str, rows: int, columns: int, tokens: int
 ) -> None:
     rng = np.random.default_rng(rows * columns)
@@ -110,7 +110,7 @@ def test_f32_products_agree(
 @pytest.mark.parametrize("numerics", [F32, INT8])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("layout", QUANTIZED)
-def test_what_is_not_finite_stays_so_in_its_row_alone(
+def test_nan_and_infinity_in_matmul_input_affect_only_their_row(
     native: ModuleType, isa: str, numerics: int, bad: float, layout: str
 ) -> None:
     rng = np.random.default_rng(2)

@@ -23,7 +23,7 @@ from tests.support.files.lora_files import peft_folder
 
 SHAPES = {
     # Of the fused weights q, k and v only the last one: others may tip the softmax over. What they
-    # add to queries and keys is compared in `test_products_of_8_bits`.
+    # add to queries and keys is compared in `test_int8_lora_products_stay_within_rounding_error`.
     "self_attn.v_proj": (32, 64),
     "self_attn.o_proj": (64, 64),
     "mlp.gate_proj": (96, 64),
@@ -88,7 +88,7 @@ def last_logits(runner: Any, rows: list[int], places: list[int]) -> np.ndarray:
     return runner.logits(handle, np.arange(len(rows), dtype=np.int32))
 
 
-def test_adapters_of_8_bits(
+def test_int8_adapters_change_logits_like_float_adapters(
     isa: str,
     native: ModuleType,
     source: ModelSource,
@@ -153,7 +153,7 @@ def projections(rank: int, sizes: np.ndarray) -> Adapter:
 
 
 @pytest.mark.parametrize("rank", RANKS)
-def test_products_of_8_bits(
+def test_int8_lora_products_stay_within_rounding_error(
     isa: str, native: ModuleType, source: ModelSource, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What an adapter adds to queries, keys and values is B (A x) within the error of 8 bits,

@@ -10,7 +10,7 @@ import pytest
 from engine.native.machine import measure
 
 
-def test_speeds_are_plausible(native):
+def test_measured_machine_speeds_are_plausible(native):
     start = time.process_time()
     speed = measure(native, 2)
     assert time.process_time() - start < 10  # of both threads; well below 2 s
@@ -21,14 +21,14 @@ def test_speeds_are_plausible(native):
     assert (speed.bf16_ops_per_s is not None) == native.has_bf16(isa)
 
 
-def test_who_has_bfloat16(native, isa):
+def test_has_bf16_is_true_only_for_isas_with_bfloat16(native, isa):
     assert native.has_bf16(isa) == (isa in ("avx512_bf16", "amx", "neon_bf16"))
 
 
 @pytest.mark.skipif(
     sys.platform != "linux" or platform.machine() != "aarch64", reason="for ARM processors"
 )
-def test_kernels_are_chosen_by_what_the_cpu_has(native):
+def test_available_kernels_follow_the_cpu_features(native):
     words = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
     found = ["generic"]
     for name, needs in (

@@ -70,7 +70,7 @@ def assert_close(got: Floats, want: Floats, size: Floats, numerics: int) -> None
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("rows", "columns", "tokens"), SHAPES)
-def test_products(
+def test_matmul_matches_numpy(
     native: ModuleType, isa: str, layout: str, rows: int, columns: int, tokens: int
 ) -> None:
     rng = np.random.default_rng(rows * columns)
@@ -83,7 +83,9 @@ def test_products(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_row_does_not_depend_on_the_others(native: ModuleType, isa: str, layout: str) -> None:
+def test_a_row_of_a_matmul_does_not_depend_on_the_other_rows(
+    native: ModuleType, isa: str, layout: str
+) -> None:
     rng = np.random.default_rng(7)
     rows, columns = 40, 160
     weights, _ = random_panels(rng, layout, rows, columns)
@@ -143,7 +145,9 @@ def emulated_int8(x: Floats, weights: Packed, rows: int, layout: str) -> Floats:
 
 @pytest.mark.parametrize("layout", ["Q4", "Q8"])
 @pytest.mark.parametrize("tokens", [1, 11, 30])
-def test_int8_arithmetic(native: ModuleType, isa: str, layout: str, tokens: int) -> None:
+def test_int8_matmul_matches_emulated_integer_arithmetic(
+    native: ModuleType, isa: str, layout: str, tokens: int
+) -> None:
     rng = np.random.default_rng(tokens)
     weights, dense = random_panels(rng, layout, 64, 576)
     x = normal(rng, tokens, 576)
@@ -164,7 +168,7 @@ def outliers_of(x: Floats) -> NDArray[np.bool_]:
 
 @pytest.mark.parametrize("layout", QUANTIZED)
 @pytest.mark.parametrize(("gated", "tokens"), [(False, 1), (False, 30), (True, 14)])
-def test_outliers_are_multiplied_in_float(
+def test_outlier_activations_are_multiplied_in_float(
     native: ModuleType, isa: str, layout: str, gated: bool, tokens: int
 ) -> None:
     """The quantized rest has the result that INT8 gives it, and the outliers that of float."""
@@ -190,7 +194,7 @@ def test_outliers_are_multiplied_in_float(
 
 @pytest.mark.parametrize("layout", QUANTIZED)
 @pytest.mark.parametrize("numerics", [INT8, INT8_OUTLIERS])
-def test_int8_of_nothing_and_of_what_is_not_finite(
+def test_int8_matmul_of_zeros_subnormals_and_nonfinite_rows(
     native: ModuleType, isa: str, layout: str, numerics: int
 ) -> None:
     rng = np.random.default_rng(3)
@@ -206,7 +210,9 @@ def test_int8_of_nothing_and_of_what_is_not_finite(
 @pytest.mark.parametrize("rows", [5, 16, 49])
 @pytest.mark.parametrize("tokens", [1, 14])
 @pytest.mark.parametrize("activation", range(len(ACTIVATIONS)))
-def test_epilogues(native: ModuleType, isa: str, rows: int, tokens: int, activation: int) -> None:
+def test_matmul_epilogues_apply_bias_activation_and_residual(
+    native: ModuleType, isa: str, rows: int, tokens: int, activation: int
+) -> None:
     rng = np.random.default_rng(rows + tokens)
     x, bias = normal(rng, tokens, 96), normal(rng, rows)
     residual = normal(rng, tokens, rows)
@@ -232,7 +238,9 @@ def interleaved(gate: Packed, up: Packed, panels: int) -> Packed:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("width", "tokens"), [(16, 1), (20, 3), (64, 26)])
-def test_gated(native: ModuleType, isa: str, layout: str, width: int, tokens: int) -> None:
+def test_gated_matmul_matches_numpy(
+    native: ModuleType, isa: str, layout: str, width: int, tokens: int
+) -> None:
     rng = np.random.default_rng(width)
     panels = -(-width // ROWS)
     gate, gate_dense = random_panels(rng, layout, width, 64)
@@ -255,7 +263,7 @@ def test_gated(native: ModuleType, isa: str, layout: str, width: int, tokens: in
             assert_close(got, product + residual, size, numerics)
 
 
-def test_wrong_arguments_are_refused(native: ModuleType, isa: str) -> None:
+def test_invalid_matmul_arguments_are_refused(native: ModuleType, isa: str) -> None:
     weights, _ = random_panels(np.random.default_rng(0), "Q4", 16, 64)
     x = np.zeros((1, 64), np.float32)
     with pytest.raises(ValueError, match="too short"):

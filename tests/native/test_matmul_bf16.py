@@ -86,7 +86,7 @@ def test_product_is_within_bfloat16_rounding(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_error_is_small_and_unbiased(native: ModuleType, bf16_isa: str, layout: str) -> None:
+def test_bf16_error_is_small_and_unbiased(native: ModuleType, bf16_isa: str, layout: str) -> None:
     """0.4 % relative RMS; the weights' rounding shifts sums by 0.03 % of their terms at most."""
     rng = np.random.default_rng(7)
     rows, columns, tokens = 256, 1536, 48
@@ -107,7 +107,7 @@ def test_error_is_small_and_unbiased(native: ModuleType, bf16_isa: str, layout: 
 
 @pytest.mark.parametrize("layout", ["Q4", "Q8", "BF16"])
 @pytest.mark.parametrize("gated", [False, True])
-def test_row_alone_equals_row_among_others(
+def test_a_row_of_a_bf16_matmul_is_bit_identical_alone_and_batched(
     native: ModuleType, bf16_isa: str, layout: str, gated: bool
 ) -> None:
     """Bit by bit, wherever the row sits and whatever is beside it."""
@@ -129,7 +129,7 @@ def test_row_alone_equals_row_among_others(
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("has_residual", [False, True])
 @pytest.mark.parametrize("rows, tokens", [(48, 35), (61, 16), (17, 1)])
-def test_epilogue(
+def test_bf16_matmul_epilogues_apply_bias_activation_and_residual(
     native: ModuleType,
     bf16_isa: str,
     activation: str,
@@ -153,7 +153,7 @@ def test_epilogue(
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("width, tokens", [(16, 1), (40, 19), (21, 33), (64, 32)])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_gated_pairs(
+def test_bf16_gated_matmul_matches_the_reference(
     native: ModuleType, bf16_isa: str, activation: str, width: int, tokens: int, has_bias: bool
 ) -> None:
     rng = np.random.default_rng(width)

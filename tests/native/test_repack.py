@@ -133,7 +133,7 @@ def check(
 @pytest.mark.parametrize("dtype", [*FACTORS, *FLOATS])
 @pytest.mark.parametrize("rows", [1, 16, 37])
 @pytest.mark.parametrize("blocks", [1, 11])
-def test_panels_hold_what_was_stored(
+def test_packed_panels_dequantize_to_the_stored_values(
     native: ModuleType, dtype: str, rows: int, blocks: int
 ) -> None:
     rng = np.random.default_rng(rows * 10 + blocks)
@@ -177,7 +177,9 @@ def test_fp4_scales_are_powers_of_two(native: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "layout"), [("Q4_1", "Q4"), ("Q8_0", "Q8"), ("Q5_1", "Q8M")])
-def test_bytes_are_the_layouts_own(native: ModuleType, dtype: str, layout: str) -> None:
+def test_packed_bytes_of_quantized_layouts_are_exact(
+    native: ModuleType, dtype: str, layout: str
+) -> None:
     """To the byte, padding included, what the kernels' tests take the layout to be."""
     rng = np.random.default_rng(5)
     rows, groups = 21, 3
@@ -206,7 +208,7 @@ def test_bytes_are_the_layouts_own(native: ModuleType, dtype: str, layout: str) 
 
 
 @pytest.mark.parametrize("layout", FLOATS)
-def test_float_bytes_are_the_layouts_own(native: ModuleType, layout: str) -> None:
+def test_packed_bytes_of_float_layouts_are_exact(native: ModuleType, layout: str) -> None:
     packed, dense = panels.random_panels(np.random.default_rng(1), layout, 21, 45)
     if layout == "F16":
         raw = dense.astype(np.float16).view(np.uint8)
@@ -217,7 +219,7 @@ def test_float_bytes_are_the_layouts_own(native: ModuleType, layout: str) -> Non
 
 
 @pytest.mark.parametrize("dtype", ["Q4_1", "Q6_K", "BF16", "F32"])
-def test_parts_are_stacked_row_by_row(native: ModuleType, dtype: str) -> None:
+def test_several_tensors_are_stacked_into_one_packed_matrix(native: ModuleType, dtype: str) -> None:
     """Parts end in the middle of panels; the second one's rows are stored in another order."""
     rng = np.random.default_rng(2)
     columns, sizes = 256, (24, 40, 7)
@@ -240,7 +242,7 @@ def test_types_of_one_layout_can_be_stacked(native: ModuleType) -> None:
 
 @pytest.mark.parametrize("rows", [16, 40])
 @pytest.mark.parametrize("dtype", ["Q4_0", "Q8_0", "Q2_K", "F16"])
-def test_panels_of_two_parts_alternate(native: ModuleType, dtype: str, rows: int) -> None:
+def test_panels_of_gate_and_up_alternate(native: ModuleType, dtype: str, rows: int) -> None:
     rng = np.random.default_rng(4)
     raws = [stored_bytes(rng, dtype, rows, 256) for _ in range(2)]
     packed = repack(native, [part(dtype, raw, rows) for raw in raws], 256, interleaved=True)
@@ -251,7 +253,7 @@ def test_panels_of_two_parts_alternate(native: ModuleType, dtype: str, rows: int
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_transposed_floats_are_turned(native: ModuleType, dtype: str) -> None:
+def test_transposed_float_tensors_are_packed_in_row_order(native: ModuleType, dtype: str) -> None:
     rng = np.random.default_rng(6)
     rows, columns = 21, 45
     raw = stored_bytes(rng, dtype, columns, rows)
@@ -266,7 +268,7 @@ def test_threads_do_not_change_a_byte(native: ModuleType) -> None:
     np.testing.assert_array_equal(alone, shared)
 
 
-def test_the_smallest_scales_stay_exact(native: ModuleType) -> None:
+def test_subnormal_scales_stay_exact_when_packed(native: ModuleType) -> None:
     """A whole multiple of a subnormal half is a half again: nothing underflows."""
     raw = stored_bytes(np.random.default_rng(8), "Q4_K", 16, 256).reshape(16, 144)
     raw[:, :4] = np.array([3, 1], np.uint16).view(np.uint8)
@@ -277,7 +279,9 @@ def test_the_smallest_scales_stay_exact(native: ModuleType) -> None:
 
 @pytest.mark.parametrize("factor", [60000.0, np.inf, np.nan])
 @pytest.mark.parametrize("dtype", FACTORS)
-def test_scales_that_fit_no_half_are_refused(native: ModuleType, dtype: str, factor: float) -> None:
+def test_scales_that_overflow_float16_are_refused(
+    native: ModuleType, dtype: str, factor: float
+) -> None:
     """Above the largest half, infinite or not a number: the matrix is named, not rounded."""
     rng = np.random.default_rng(9)
     good = stored_bytes(rng, dtype, 20, 256)
@@ -295,7 +299,7 @@ def test_scales_that_fit_no_half_are_refused(native: ModuleType, dtype: str, fac
     assert native.repack(jobs, 2) == (None if stored_as_it_is else 1)
 
 
-def test_wrong_arguments_are_refused(native: ModuleType) -> None:
+def test_invalid_repack_arguments_are_refused(native: ModuleType) -> None:
     rng = np.random.default_rng(10)
     raw = stored_bytes(rng, "Q4_1", 16, 64)
     out = np.empty(native.panel_bytes(0, 64), np.uint8)

@@ -98,7 +98,7 @@ def expected(x: Floats, weights: Packed, rows: int) -> tuple[NDArray, NDArray]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("rows", "columns"), [(16, 64), (33, 70), (7, 33), (48, 576)])
-def test_a_copy_is_off_by_half_a_step_at_most(
+def test_requantized_weights_are_off_by_half_a_step_at_most(
     native: ModuleType, per_channel_isa: str, layout: str, rows: int, columns: int
 ) -> None:
     rng = np.random.default_rng(rows)
@@ -111,7 +111,7 @@ def test_a_copy_is_off_by_half_a_step_at_most(
 
 
 @pytest.mark.parametrize(("rows", "columns", "tokens"), SHAPES)
-def test_products(
+def test_per_channel_int8_matmul_matches_its_definition(
     native: ModuleType, per_channel_isa: str, rows: int, columns: int, tokens: int
 ) -> None:
     rng = np.random.default_rng(rows * columns)
@@ -126,7 +126,9 @@ def test_products(
 
 @pytest.mark.parametrize("tokens", [1, 16, 37])
 @pytest.mark.parametrize("activation", range(4))
-def test_epilogues(native: ModuleType, per_channel_isa: str, tokens: int, activation: int) -> None:
+def test_per_channel_int8_epilogues_apply_bias_activation_and_residual(
+    native: ModuleType, per_channel_isa: str, tokens: int, activation: int
+) -> None:
     rng = np.random.default_rng(tokens)
     for rows in (5, 16, 49):
         weights, _ = copied(native, per_channel_isa, rng, "Q8", rows, 96)
@@ -140,7 +142,9 @@ def test_epilogues(native: ModuleType, per_channel_isa: str, tokens: int, activa
 
 
 @pytest.mark.parametrize(("width", "tokens"), [(16, 1), (20, 19), (64, 50)])
-def test_gated(native: ModuleType, per_channel_isa: str, width: int, tokens: int) -> None:
+def test_per_channel_int8_gated_matmul_matches_its_definition(
+    native: ModuleType, per_channel_isa: str, width: int, tokens: int
+) -> None:
     rng = np.random.default_rng(width)
     panels = -(-width // ROWS)
     gate, up = (random_panels(rng, "Q4", width, 160)[0] for _ in range(2))
@@ -156,7 +160,9 @@ def test_gated(native: ModuleType, per_channel_isa: str, width: int, tokens: int
     assert (np.abs(got - want) <= 4e-6 * (gate_size * up_size + gate_size + up_size)).all()
 
 
-def test_a_row_does_not_depend_on_the_others(native: ModuleType, per_channel_isa: str) -> None:
+def test_a_row_of_a_per_channel_matmul_does_not_depend_on_the_other_rows(
+    native: ModuleType, per_channel_isa: str
+) -> None:
     rng = np.random.default_rng(7)
     weights, _ = copied(native, per_channel_isa, rng, "Q4", 40, 160)
     x = normal(rng, 140, 160)
@@ -168,7 +174,9 @@ def test_a_row_does_not_depend_on_the_others(native: ModuleType, per_channel_isa
         np.testing.assert_array_equal(together, alone[start : start + tokens])
 
 
-def test_nothing_and_what_is_not_finite(native: ModuleType, per_channel_isa: str) -> None:
+def test_per_channel_matmul_of_zeros_subnormals_and_nonfinite_rows(
+    native: ModuleType, per_channel_isa: str
+) -> None:
     weights, _ = copied(native, per_channel_isa, np.random.default_rng(3), "Q4", 16, 64)
     x = np.zeros((4, 64), np.float32)
     x[1], x[2, 40], x[3, 5] = 1e-40, np.nan, np.inf
@@ -177,7 +185,9 @@ def test_nothing_and_what_is_not_finite(native: ModuleType, per_channel_isa: str
     assert not np.isfinite(got[2:]).any()
 
 
-def test_other_numerics_do_not_read_copies(native: ModuleType, per_channel_isa: str) -> None:
+def test_other_numerics_refuse_requantized_weights(
+    native: ModuleType, per_channel_isa: str
+) -> None:
     weights, _ = copied(native, per_channel_isa, np.random.default_rng(0), "Q4", 16, 64)
     x = np.zeros((1, 64), np.float32)
     for numerics, layout in ((0, I8), (1, I8), (INT8_PER_CHANNEL, 0)):

@@ -102,7 +102,7 @@ def test_tokens_and_logprobs_equal_those_of_torch(native, isa, vocab, rows):
     np.testing.assert_array_equal(top_ids[told], expected.top_ids.numpy()[told])
 
 
-def test_draws_of_one_row_have_the_right_frequencies(native, isa):
+def test_sampled_tokens_follow_the_distribution(native, isa):
     """Independent of torch: 4,000 draws at temperature 2 with top-k 4 of a known distribution."""
     logits = np.log(np.array([0.02, 0.5, 0.08, 0.25, 0.03, 0.12], np.float32))[None]
     rows = 4000
@@ -115,7 +115,7 @@ def test_draws_of_one_row_have_the_right_frequencies(native, isa):
     assert (np.abs(np.bincount(tokens, minlength=6) / rows - expected) <= 4 * error).all()
 
 
-def test_a_row_alone_equals_the_row_among_others(native, isa):
+def test_a_row_samples_the_same_token_alone_and_batched(native, isa):
     rows, vocab = 40, 515
     generator = np.random.default_rng(1)
     logits = random_logits(generator, rows, vocab)
@@ -168,7 +168,7 @@ def test_penalties_follow_the_history_over_several_steps(native, isa):
         both.remember(sampling, expected)
 
 
-def test_a_new_owner_of_a_slot_has_its_own_history(native, isa):
+def test_a_reused_slot_does_not_penalize_the_previous_sequences_tokens(native, isa):
     """What an earlier sequence left behind a shorter history is not penalized."""
     sampler = native.Sampler(9, 1, MAX_LEN)
     logits = np.zeros((1, 9), np.float32)
@@ -187,7 +187,7 @@ def test_a_new_owner_of_a_slot_has_its_own_history(native, isa):
         assert tokens[0] == min(set(range(9)) - set(history))
 
 
-def test_bias_bans_and_adds_up(native, isa):
+def test_logit_bias_bans_tokens_and_repeated_biases_add_up(native, isa):
     logits = np.array([[3.0, 2.0, 1.0, 0.0]], np.float32).repeat(2, 0)
     sampling = plan(
         2,
@@ -201,7 +201,7 @@ def test_bias_bans_and_adds_up(native, isa):
 
 @pytest.mark.parametrize("vocab", [5, 32, 100, 49152])
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 1e30])
-def test_one_allowed_token_is_drawn_whatever_the_parameters(native, isa, vocab, temperature):
+def test_a_mask_with_one_allowed_token_always_draws_that_token(native, isa, vocab, temperature):
     rows = 8
     generator = np.random.default_rng(vocab)
     allowed = generator.integers(0, vocab, rows)
@@ -225,7 +225,7 @@ def test_one_allowed_token_is_drawn_whatever_the_parameters(native, isa, vocab, 
 
 
 @pytest.mark.parametrize("temperature", [1e-30, 1e-6, 1e-3, 1e6])
-def test_extreme_temperatures(native, isa, temperature):
+def test_extreme_temperatures_give_the_same_tokens_as_torch(native, isa, temperature):
     rows, vocab = 64, 300
     logits = random_logits(np.random.default_rng(4), rows, vocab)
     both = Both(native, isa, vocab, rows)
@@ -248,7 +248,7 @@ def test_filters_keep_every_tie(native, isa):
         assert set(tokens) == {0, 1, 2, 3}
 
 
-def test_top_k_wider_than_the_number_of_columns(native, isa):
+def test_large_top_k_values_give_the_same_tokens_as_torch(native, isa):
     """Beyond the columns' maxima there is no bound to begin with."""
     rows, vocab = 4, 3000
     logits = random_logits(np.random.default_rng(5), rows, vocab)

@@ -24,7 +24,7 @@ def unaligned(values: NDArray[np.float32]) -> NDArray[np.float32]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (16, 32), (37, 80), (50, 576), (19, 45)])
-def test_embed_is_the_row_of_the_table(
+def test_embedding_returns_the_table_row(
     native: ModuleType, isa: str, layout: str, rows: int, columns: int
 ) -> None:
     packed, dense = random_panels(np.random.default_rng(rows), layout, rows, columns)
@@ -74,7 +74,7 @@ def test_norms_work_in_place(native: ModuleType, isa: str) -> None:
     np.testing.assert_array_equal(x, apart)
 
 
-def test_rms_norm_neither_overflows_nor_loses_small_rows(native: ModuleType, isa: str) -> None:
+def test_rms_norm_neither_overflows_nor_underflows(native: ModuleType, isa: str) -> None:
     weight, out = np.ones(64, np.float32), np.empty(64, np.float32)
     for size in (1e30, 1e-25):
         native.rms_norm(isa, np.full(64, size, np.float32), weight, 0.0, out)
@@ -84,7 +84,7 @@ def test_rms_norm_neither_overflows_nor_loses_small_rows(native: ModuleType, isa
 @pytest.mark.parametrize(
     ("heads", "head_dim", "dim"), [(9, 64, 64), (3, 128, 96), (2, 10, 6), (4, 33, 2)]
 )
-def test_rotate_turns_pairs_and_leaves_the_rest(
+def test_rope_rotates_pairs_and_leaves_the_remaining_dimensions(
     native: ModuleType, isa: str, heads: int, head_dim: int, dim: int
 ) -> None:
     rng = np.random.default_rng(dim)
@@ -98,7 +98,9 @@ def test_rotate_turns_pairs_and_leaves_the_rest(
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_argmax_and_max_at_every_kind_of_place(native: ModuleType, isa: str, size: int) -> None:
+def test_argmax_and_max_find_the_largest_value_at_every_position(
+    native: ModuleType, isa: str, size: int
+) -> None:
     rng = np.random.default_rng(size)
     x = unaligned(rng.normal(-50, 10, size).astype(np.float32))
     for place in {0, size // 2, max(size - 2, 0), size - 1}:
@@ -110,7 +112,7 @@ def test_argmax_and_max_at_every_kind_of_place(native: ModuleType, isa: str, siz
         assert native.argmax(isa, row) == place
 
 
-def test_argmax_of_odd_rows(native: ModuleType, isa: str) -> None:
+def test_argmax_of_rows_with_nan_and_infinity(native: ModuleType, isa: str) -> None:
     nan, inf = np.nan, np.inf
     rows = {
         (nan, nan, nan): 0,
@@ -140,7 +142,7 @@ def test_sum_exp_matches_the_reference(native: ModuleType, isa: str, size: int) 
         assert got == pytest.approx(want, rel=2e-6)
 
 
-def test_exp_over_its_whole_range(native: ModuleType, isa: str) -> None:
+def test_sum_exp_is_accurate_over_the_whole_range(native: ModuleType, isa: str) -> None:
     for x in np.linspace(-87, 0, 1000, dtype=np.float32):
         got = native.sum_exp(isa, x[None], 0.0, 1.0)
         assert got == pytest.approx(math.exp(float(x)), rel=3e-7)
@@ -151,7 +153,7 @@ def test_exp_over_its_whole_range(native: ModuleType, isa: str) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_all_finite_sees_one_bad_value(native: ModuleType, isa: str, size: int) -> None:
+def test_all_finite_finds_one_nonfinite_value(native: ModuleType, isa: str, size: int) -> None:
     x = unaligned(np.random.default_rng(size).uniform(-3e38, 3e38, size).astype(np.float32))
     assert native.all_finite(isa, x)
     for place in {0, size // 2, size - 1}:

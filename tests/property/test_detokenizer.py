@@ -43,7 +43,7 @@ def first_stop(text: str, stop: tuple[str, ...]) -> tuple[str, str | None]:
 
 
 @given(tokenizers, random_ids, st.booleans(), st.booleans(), st.data())
-def test_any_cut_equals_decode(
+def test_streamed_detokenization_equals_whole_decode_for_any_chunks(
     tokenizer: Tokenizer, ids: list[int], skip: bool, continuation: bool, data: st.DataObject
 ) -> None:
     detokenizer = Detokenizer(tokenizer, skip_special=skip, continuation=continuation)
@@ -53,7 +53,7 @@ def test_any_cut_equals_decode(
 
 
 @given(tokenizers, real_texts, st.data())
-def test_whole_characters_arrive_as_soon_as_they_are_whole(
+def test_characters_are_emitted_as_soon_as_their_bytes_are_complete(
     tokenizer: Tokenizer, text: str, data: st.DataObject
 ) -> None:
     ids = tokenizer.encode(text)
@@ -69,7 +69,9 @@ def test_whole_characters_arrive_as_soon_as_they_are_whole(
 
 
 @given(st.text("ab \nc", max_size=40), stops, st.data())
-def test_text_ends_at_the_first_stop(text: str, stop: tuple[str, ...], data: st.DataObject) -> None:
+def test_text_is_cut_before_the_first_stop_string(
+    text: str, stop: tuple[str, ...], data: st.DataObject
+) -> None:
     ids = BYTE_LEVEL.encode(text)
     expected, match = first_stop(text, stop)
     detokenizer = Detokenizer(BYTE_LEVEL, stop)
@@ -83,7 +85,7 @@ def test_text_ends_at_the_first_stop(text: str, stop: tuple[str, ...], data: st.
 
 
 @given(st.text("ab1 \né", max_size=40), stops, st.sampled_from(PATTERNS), st.data())
-def test_text_ends_behind_the_first_match(
+def test_text_is_cut_after_the_first_stop_pattern_match(
     text: str, stop: tuple[str, ...], patterns: tuple[str, ...], data: st.DataObject
 ) -> None:
     """A stop string that comes first ends the text before it."""
@@ -101,7 +103,7 @@ def test_text_ends_behind_the_first_match(
     assert detokenizer.stopped == match
 
 
-def test_no_pattern_takes_long() -> None:
+def test_stop_patterns_match_in_linear_time() -> None:
     """Python's own engine would need 2 ** 4000 steps for this one."""
     patterns = StopPatterns((StopPattern("(a+)+b"), StopPattern("(a|aa){1,99}c")))
     assert patterns.push("a" * 4000) == "a" * 4000 and patterns.stopped is None
@@ -109,14 +111,16 @@ def test_no_pattern_takes_long() -> None:
     assert patterns.push("b") == ""
 
 
-def test_a_stop_string_in_two_pieces_is_never_shown() -> None:
+def test_a_stop_string_split_over_two_pieces_is_never_emitted() -> None:
     detokenizer = Detokenizer(BYTE_LEVEL, ("ab",))
     pieces = [detokenizer.push(BYTE_LEVEL.encode(character)) for character in "cab"]
     assert pieces == ["c", "", ""] and detokenizer.stopped == "ab"
 
 
 @given(st.text("ab", max_size=30), stops)
-def test_holds_back_only_what_may_become_a_stop(text: str, stop: tuple[str, ...]) -> None:
+def test_only_a_possible_start_of_a_stop_string_is_held_back(
+    text: str, stop: tuple[str, ...]
+) -> None:
     detokenizer = Detokenizer(BYTE_LEVEL, stop)
     out = detokenizer.push(BYTE_LEVEL.encode(text))
     if detokenizer.stopped is None:
@@ -124,14 +128,14 @@ def test_holds_back_only_what_may_become_a_stop(text: str, stop: tuple[str, ...]
         assert held == "" or any(s.startswith(held) for s in stop)
 
 
-def test_stop_strings_count_characters_not_tokens() -> None:
+def test_stop_strings_match_characters_across_tokens() -> None:
     detokenizer = Detokenizer(BYTE_LEVEL, ("🙂",))
     raw = [BYTE_LEVEL.encode("é")[0], *BYTE_LEVEL.encode("x🙂y")]
     assert "".join(detokenizer.push([i]) for i in raw).endswith("x")
     assert detokenizer.stopped == "🙂"
 
 
-def test_unfinished_character_is_replaced_at_the_end() -> None:
+def test_incomplete_utf8_at_the_end_becomes_a_replacement_character() -> None:
     detokenizer = Detokenizer(SENTENCEPIECE)
     assert detokenizer.push([3 + 0xF0, 3 + 0x9F]) == ""
     assert detokenizer.flush() == "\ufffd" == SENTENCEPIECE.decode([3 + 0xF0, 3 + 0x9F])
@@ -152,7 +156,7 @@ def test_empty_stop_string_is_refused() -> None:
         (("aab",), "aaab", "a"),
     ],
 )
-def test_stop_strings_wherever_the_text_is_cut(
+def test_stop_strings_are_found_for_every_split_of_the_text(
     stop: tuple[str, ...], text: str, shown: str
 ) -> None:
     for cut in range(len(text) + 1):
@@ -161,7 +165,7 @@ def test_stop_strings_wherever_the_text_is_cut(
         assert (stops.stopped is None) == (shown == text)
 
 
-def test_only_the_first_space_of_a_text_is_dropped() -> None:
+def test_only_the_leading_space_of_a_text_is_dropped() -> None:
     ids = SENTENCEPIECE.encode("  a b")
     text = SENTENCEPIECE.decode(ids)
     for cut in range(len(ids) + 1):

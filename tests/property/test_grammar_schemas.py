@@ -157,7 +157,7 @@ def check_refusals(schemas: list[NamedSchema]) -> None:
 
 
 @pytest.mark.seconds
-def test_real_schemas(walker: Walker) -> None:
+def test_random_outputs_of_real_schema_grammars_validate(walker: Walker) -> None:
     schemas = real_schemas()
     check_refusals(schemas)
     supported = asyncio.run(supported_among(schemas[::4]))
@@ -167,7 +167,7 @@ def test_real_schemas(walker: Walker) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_all_schemas(walker: Walker) -> None:
+def test_random_outputs_of_the_json_schema_suite_grammars_validate(walker: Walker) -> None:
     check_refusals(suite_schemas())
     supported = supported_schemas()
     assert len(supported) > 1400
@@ -252,7 +252,7 @@ class RandomSchemas:
 
 
 @pytest.mark.seconds
-def test_random_schemas() -> None:
+def test_random_outputs_of_random_schema_grammars_validate() -> None:
     def encode(text: str) -> list[int]:
         return [ALPHABET.index(char.encode()) for char in text]
 

@@ -100,7 +100,7 @@ reasonings = st.sampled_from([None, *REASONING_ROWS])
 
 @untimed
 @given(formats, outputs, places, reasonings, st.booleans())
-def test_any_cut_gives_the_same(
+def test_parsed_output_is_the_same_for_any_split_of_the_text(
     tools: ToolFormat,
     text: str,
     cuts: Sequence[int],
@@ -117,7 +117,7 @@ def test_any_cut_gives_the_same(
 
 @untimed
 @given(formats, outputs)
-def test_calls_are_of_known_tools_and_arguments_begin_an_object(
+def test_parsed_calls_name_known_tools_and_have_object_arguments(
     tools: ToolFormat, text: str
 ) -> None:
     for kind, _, name, arguments in normal(run(OutputParser(tools, NAMES), [text])):
@@ -131,7 +131,7 @@ def test_calls_are_of_known_tools_and_arguments_begin_an_object(
 
 @untimed
 @given(json_formats, calls, places)
-def test_what_is_written_is_read(
+def test_calls_written_in_a_format_are_parsed_back(
     tools: ToolFormat, made: Sequence[tuple[str, str]], cuts: Sequence[int]
 ) -> None:
     reasoning = tools.row.messages
@@ -142,7 +142,9 @@ def test_what_is_written_is_read(
 
 @untimed
 @given(plain_formats, outputs, places)
-def test_without_calls_the_text_is_whole(tools: ToolFormat, text: str, cuts: Sequence[int]) -> None:
+def test_text_without_tool_calls_is_returned_whole(
+    tools: ToolFormat, text: str, cuts: Sequence[int]
+) -> None:
     """Without a tool's name in the text, nothing can be a call."""
     parser = OutputParser(tools, frozenset({"another"}))
     pieces = normal(run(parser, cut(text, cuts)))
@@ -151,7 +153,9 @@ def test_without_calls_the_text_is_whole(tools: ToolFormat, text: str, cuts: Seq
 
 @untimed
 @given(formats, outputs, places)
-def test_little_is_read_twice(tools: ToolFormat, text: str, cuts: Sequence[int]) -> None:
+def test_the_parser_keeps_no_more_unread_text_than_its_longest_marker(
+    tools: ToolFormat, text: str, cuts: Sequence[int]
+) -> None:
     parser = OutputParser(tools, NAMES, THINK)
     for part in cut(text, cuts):
         parser.push(part)

@@ -74,7 +74,7 @@ def streamed(text: str, sizes: list[int], text_filter: TextFilter) -> str:
 @example("+1 (555) 123-4567 4111 1111 1111 1111", [3] * 20)
 @example("a" * 500 + "@example.com", [7] * 100)
 @example("1 " * 300, [1] * 600)
-def test_pieces_are_redacted_like_the_whole(text: str, sizes: list[int]) -> None:
+def test_streamed_pieces_are_redacted_like_the_whole_text(text: str, sizes: list[int]) -> None:
     redactor = PiiRedactor()
     whole = redactor.redact(text)
     made = redactor.text_filter(None)  # type: ignore[arg-type]
@@ -84,7 +84,9 @@ def test_pieces_are_redacted_like_the_whole(text: str, sizes: list[int]) -> None
 
 @settings(max_examples=80, deadline=None)
 @given(st.sampled_from(PRIVATE), st.sampled_from((" ", "\n", ", ", "谢", '"')), cuts)
-def test_what_is_private_never_comes_out(private: str, around: str, sizes: list[int]) -> None:
+def test_pii_is_never_emitted_by_the_streaming_redactor(
+    private: str, around: str, sizes: list[int]
+) -> None:
     made = PiiRedactor().text_filter(None)  # type: ignore[arg-type]
     assert made is not None
     written = streamed(f"so{around}{private}{around}it is", sizes, made)
@@ -92,7 +94,7 @@ def test_what_is_private_never_comes_out(private: str, around: str, sizes: list[
     assert any(kind.label in written for kind in KINDS.values())
 
 
-def test_plain_prose_is_hardly_kept_back() -> None:
+def test_the_redactor_holds_back_little_of_plain_text() -> None:
     made = PiiRedactor().text_filter(None)  # type: ignore[arg-type]
     assert made is not None
     channel = Channel(made)

@@ -356,7 +356,7 @@ class RuntimeMachine(RuleBasedStateMachine):
         return counts
 
 
-def test_what_a_preemption_undoes_does_not_look_like_a_standstill():
+def test_a_preemption_is_not_counted_as_lack_of_progress():
     machine = RuntimeMachine()
     options = {"policy": "lru", "sharing": False, "window": None, "num_window_blocks": 1}
     options |= {"max_cached_blocks": None, "max_cached_sequences": None, "ttl_s": None}
@@ -373,7 +373,7 @@ def test_what_a_preemption_undoes_does_not_look_like_a_standstill():
 
 
 @pytest.mark.parametrize("num_histories", [20, pytest.param(100, marks=pytest.mark.seconds)])
-def test_random_histories(num_histories):
+def test_scheduler_invariants_hold_in_random_histories(num_histories):
     RuntimeMachine.num_rules = 0
     RuntimeMachine.TestCase.settings = settings(
         max_examples=num_histories,
@@ -390,7 +390,7 @@ def test_random_histories(num_histories):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_many_random_histories():
+def test_scheduler_invariants_hold_over_100_000_random_steps():
     from tests.property.run_machine import run
 
     result = run(steps=100_000, first_seed=1)

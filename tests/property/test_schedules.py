@@ -11,7 +11,7 @@ from tests.property.run_schedules import run
     "num_schedules",
     [20, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(7200)])],
 )
-def test_tokens_depend_on_no_schedule(num_schedules: int) -> None:
+def test_tokens_do_not_depend_on_the_schedule(num_schedules: int) -> None:
     result = run("tiny", num_schedules, seed=1)
     assert not result["mismatches"], f"the first failing schedule is {result['first_failing']}"
     assert result["compared"] > num_schedules and result["accepted"] > num_schedules
@@ -22,7 +22,7 @@ def test_tokens_depend_on_no_schedule(num_schedules: int) -> None:
     "num_schedules",
     [20, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(7200)])],
 )
-def test_tokens_of_adapters_depend_on_no_schedule(num_schedules: int) -> None:
+def test_tokens_with_adapters_do_not_depend_on_the_schedule(num_schedules: int) -> None:
     """Rows of several LoRA adapters and of the base model, whose prompts are the same. Sequences of
     adapters are preempted too.
     """

@@ -11,12 +11,12 @@ FIGURES = all_figures()
 
 
 @pytest.mark.parametrize("id", [each.id for each in FIGURES.values() if each.in_quick])
-def test_figure_keeps_its_limits(id: str) -> None:
+def test_scoreboard_figure_keeps_its_limits_on_a_quick_run(id: str) -> None:
     result = FIGURES[id].take(seed=1, quick=True)
     assert result["pass"], json.dumps(result)
 
 
-def test_cases_that_failed_once() -> None:
+def test_scoreboard_cases_that_once_failed_pass() -> None:
     for each in read_lines(SEEDS):
         case = FIGURES[each["id"]].case
         assert case is not None, each
@@ -34,11 +34,11 @@ def test_cases_that_failed_once() -> None:
         (at_least(5), float("nan"), False),
     ],
 )
-def test_limit(limit: Limit, value: float, holds: bool) -> None:
+def test_limit_holds_for_values_within_its_bound(limit: Limit, value: float, holds: bool) -> None:
     assert limit.holds(value) is holds
 
 
-def test_a_figure_without_cases_or_values_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scoreboard_figure_without_cases_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     registry: dict = {}
     monkeypatch.setattr("tests.scoreboard.figure._FIGURES", registry)
 
@@ -56,7 +56,7 @@ def test_a_figure_without_cases_or_values_has_failed(monkeypatch: pytest.MonkeyP
     assert registry["D"].take(seed=1)["pass"]
 
 
-def test_failing_case_is_told_with_its_seed() -> None:
+def test_a_failing_case_is_reported_with_its_seed() -> None:
     def case(seed: int) -> None:
         if seed % 3 == 0:
             raise ValueError("divisible")

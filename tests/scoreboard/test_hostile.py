@@ -30,7 +30,7 @@ def test_every_route_with_a_body_has_an_example_to_start_from() -> None:
     assert with_body <= least_bodies(MODEL).keys()
 
 
-async def test_a_field_that_is_refused_is_left_out_of_the_next_try() -> None:
+async def test_a_refused_field_is_dropped_from_the_next_hostile_request() -> None:
     generator = Generator(DESCRIPTION, Known(MODEL))
     seed = next(seed for seed in range(10_000) if _has_fields(generator, seed))
     hostile = generator.request(seed)
@@ -66,5 +66,7 @@ def _is_plain(generator: Generator, seed: int) -> bool:
         (Answer(0), False),
     ],
 )
-def test_only_a_bug_is_a_fault(answer: Answer, is_fault: bool) -> None:
+def test_only_server_errors_and_oversized_answers_count_as_faults(
+    answer: Answer, is_fault: bool
+) -> None:
     assert (fault_of(answer) is not None) is is_fault

@@ -28,7 +28,7 @@ def plain(status: int, body: Any) -> Reply:
     return Reply(status=status, headers=headers, body=json.dumps(body).encode())
 
 
-def test_a_whole_stream_is_joined_by_choice() -> None:
+def test_a_whole_stream_is_joined_per_choice() -> None:
     reply = streamed(
         *(chunk("a"), chunk("x", index=1), chunk("b")),
         *(chunk("", "stop"), chunk("", "length", index=1), "[DONE]"),
@@ -40,7 +40,7 @@ def test_a_whole_stream_is_joined_by_choice() -> None:
 @pytest.mark.parametrize(
     "reply", [streamed(chunk("a"), json.dumps(ERROR)), plain(503, ERROR), plain(400, ERROR)]
 )
-def test_a_well_formed_failure_is_not_whole(reply: Reply) -> None:
+def test_a_well_formed_error_reply_is_not_a_whole_answer(reply: Reply) -> None:
     judge(reply)
     assert reply.error == ERROR["error"] and reply.is_well_formed and not reply.is_whole
 
@@ -63,24 +63,24 @@ def test_a_well_formed_failure_is_not_whole(reply: Reply) -> None:
         plain(200, {"choices": [{"index": 0, "text": "a", "finish_reason": None}]}),
     ],
 )
-def test_what_is_broken_is_told(reply: Reply) -> None:
+def test_a_malformed_reply_is_reported(reply: Reply) -> None:
     with pytest.raises(MalformedError):
         judge(reply)
 
 
-def test_bytes_that_are_no_events_are_told() -> None:
+def test_bytes_that_are_not_sse_events_are_reported() -> None:
     reply = streamed(chunk("a", "stop"), "[DONE]")
     reply.body = b"nonsense\n" + reply.body
     with pytest.raises(MalformedError):
         judge(reply)
 
 
-def test_samples_are_summed_and_blocks_told_apart() -> None:
+def test_metric_samples_are_summed_over_labels_except_block_states() -> None:
     page = '# HELP x\nx{a="1"} 1.0\nx{a="2"} 2.0\nengine_kv_blocks{state="used"} 3.0\n'
     assert read_samples(page) == {"x": 3.0, "used_blocks": 3.0}
 
 
-def test_percentiles() -> None:
+def test_percentile_of_many_one_and_no_values() -> None:
     assert percentile([float(n) for n in range(100)], 0.99) == 98
     assert percentile([1.0], 0.5) == 1
     assert not percentile([], 0.5) <= 1e9, "of nothing no limit holds"

@@ -34,7 +34,7 @@ def rows() -> dict[str, list[str]]:
     return {name: re.findall(r"`(tests/[^`]+)`", where) for name, where in found}
 
 
-def test_every_id_has_a_row_and_every_file_is_there() -> None:
+def test_every_security_id_has_a_row_and_its_test_files_exist() -> None:
     assert sorted(rows()) == sorted(IDS)
     text = TABLE.read_text(encoding="utf-8")
     for name, files in rows().items():
@@ -43,7 +43,7 @@ def test_every_id_has_a_row_and_every_file_is_there() -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_a_file_says_what_it_defends(path: Path) -> None:
+def test_every_security_test_file_names_its_threat_and_ids(path: Path) -> None:
     words = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     assert re.search(r"\bT[1-6]\b", words), "the line of the threat model"
     ids = re.findall(r"\b(?:SEC|FLT)-\d\d\b", words)
@@ -51,7 +51,7 @@ def test_a_file_says_what_it_defends(path: Path) -> None:
     assert set(ids) <= set(IDS)
 
 
-def test_every_file_here_is_in_the_table() -> None:
+def test_every_security_test_file_is_in_the_table() -> None:
     named = {file for files in rows().values() for file in files}
     apart = {
         "test_coverage.py",
@@ -63,7 +63,7 @@ def test_every_file_here_is_in_the_table() -> None:
     assert set(missing) <= apart
 
 
-def test_dependencies_have_their_floors() -> None:
+def test_dependencies_with_known_vulnerabilities_have_minimum_versions() -> None:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     for name, floor in FLOORS.items():
         found = re.search(rf'"{name}(?:\[\w+\])?>=([\d.]+)', text)

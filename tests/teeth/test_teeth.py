@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_a_mistake_is_noticed(name: str) -> None:
+def test_each_mutant_is_caught_by_its_test(name: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.teeth.run", name],
         cwd=ROOT,

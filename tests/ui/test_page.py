@@ -98,6 +98,6 @@ def run_step(url: str) -> Iterator[Callable[[str], str | None]]:
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_step(run_step: Callable[[str], str | None], step: str) -> None:
+def test_ui_step_passes_in_chromium(run_step: Callable[[str], str | None], step: str) -> None:
     failure = run_step(step)
     assert failure is None, failure

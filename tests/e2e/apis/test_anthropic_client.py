@@ -54,7 +54,7 @@ def prompt_tokens(message):
 
 
 @pytest.mark.parametrize("tools", [[], [WEATHER]], ids=["plain", "tools"])
-def test_counted_tokens_are_those_of_the_answer(client, ask, tools):
+def test_count_tokens_equals_the_usage_of_the_answer(client, ask, tools):
     extra = {"tools": tools} if tools else {}
     message = client.messages.create(**ask, **extra)
     counted = client.messages.count_tokens(
@@ -77,7 +77,7 @@ def test_a_forced_tool_is_called_with_valid_input(client, ask):
         assert streamed.content[-1].input == call.input
 
 
-def test_stop_sequences_and_limits(client, ask):
+def test_stop_sequences_and_max_tokens_end_the_answer(client, ask):
     stopped = client.messages.create(**ask, stop_sequences=["France"])
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "France")
     assert "France" not in stopped.content[0].text
@@ -92,7 +92,7 @@ def test_a_prompt_that_is_too_long_is_a_bad_request(client, ask):
         client.messages.create(**ask | {"messages": long})
 
 
-def test_tokens_there_and_back(server):
+def test_tokenize_and_detokenize_round_trip(server):
     def post(path, **body):
         response = httpx.post(server.url + path, json=body)
         assert response.status_code == 200, response.text

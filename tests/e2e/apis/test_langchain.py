@@ -39,7 +39,7 @@ def chat(server):
     )
 
 
-def test_invoke_with_usage_metadata(chat):
+def test_invoke_reports_usage_metadata(chat):
     answer = chat.invoke([SystemMessage("You are a helpful assistant."), HumanMessage(QUESTION)])
     assert "Paris" in answer.content
     usage = answer.usage_metadata
@@ -57,7 +57,7 @@ def test_streamed_chunks_add_up_to_one_message_with_usage(chat):
     assert total.response_metadata["finish_reason"] == "stop"
 
 
-async def test_asynchronous_batches(chat):
+async def test_abatch_answers_several_prompts(chat):
     answers = await chat.abatch([QUESTION, "Say hello."])
     assert "Paris" in answers[0].content and answers[1].content
 
@@ -93,7 +93,7 @@ def test_structured_output_is_an_instance_of_the_model(chat, method):
     assert isinstance(model.invoke("What colour is grass?"), Colour)
 
 
-def test_structured_output_with_the_raw_message(chat):
+def test_structured_output_includes_the_raw_message(chat):
     model = chat.with_structured_output(Colour, method="json_schema", include_raw=True)
     answer = model.invoke("What colour is the sky?")
     assert answer["parsing_error"] is None and isinstance(answer["parsed"], Colour)
@@ -105,7 +105,7 @@ def test_logprobs_and_stop_reach_the_server(chat):
     assert len(answer.response_metadata["logprobs"]["content"][0]["top_logprobs"]) == 2
 
 
-def test_embeddings_of_texts(server):
+def test_embed_documents_returns_unit_vectors(server):
     embeddings = OpenAIEmbeddings(
         model=server.model,
         base_url=f"{server.url}/v1",
@@ -120,7 +120,7 @@ def test_embeddings_of_texts(server):
     assert all(math.isclose(a, b, abs_tol=1e-3) for a, b in zip(one, again, strict=True))
 
 
-def test_embeddings_of_another_vocabulary_are_refused_and_say_why(server):
+def test_embedding_input_with_token_ids_beyond_the_vocabulary_is_a_bad_request(server):
     """By default LangChain sends ids of OpenAI's vocabulary, of which ours has only some."""
     embeddings = openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0)
     with pytest.raises(openai.BadRequestError, match="Token id"):

@@ -45,7 +45,7 @@ def ask(request, litellm, server):
     return completion
 
 
-def test_completion(ask):
+def test_completion_answers_and_counts_usage(ask):
     answer = ask()
     assert "Paris" in answer.choices[0].message.content
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
@@ -60,7 +60,7 @@ def test_streaming_joins_to_the_whole_answer_and_has_usage(litellm, ask):
     assert rebuilt.usage.completion_tokens == whole.usage.completion_tokens
 
 
-def test_tools_whole_and_streamed(litellm, ask):
+def test_required_tool_call_works_whole_and_streamed(litellm, ask):
     fields = {"tools": [WEATHER], "tool_choice": "required", "max_tokens": 160}
     messages = [{"role": "user", "content": "What is the weather in Paris?"}]
     choice = ask(messages=messages, **fields).choices[0]
@@ -73,19 +73,19 @@ def test_tools_whole_and_streamed(litellm, ask):
     assert json.loads(streamed.function.arguments)["city"] in ("Paris", "Rome")
 
 
-def test_a_schema_is_followed(ask):
+def test_json_schema_response_format_is_followed(ask):
     schema = WEATHER["function"]["parameters"]
     format = {"type": "json_schema", "json_schema": {"name": "place", "schema": schema}}
     answer = ask(response_format=format, max_tokens=100)
     assert json.loads(answer.choices[0].message.content)["city"] in ("Paris", "Rome")
 
 
-def test_a_context_overflow_is_recognised(litellm, ask):
+def test_a_context_overflow_raises_litellms_context_window_error(litellm, ask):
     with pytest.raises(litellm.ContextWindowExceededError):
         ask(messages=[{"role": "user", "content": "word " * 9000}])
 
 
-def test_mistakes_are_typed(litellm, ask, server):
+def test_invalid_requests_raise_litellms_typed_errors(litellm, ask, server):
     with pytest.raises(litellm.BadRequestError):
         ask(logprobs=True, top_logprobs=50)
     with pytest.raises(litellm.NotFoundError):
@@ -98,7 +98,7 @@ def test_mistakes_are_typed(litellm, ask, server):
 
 
 @pytest.mark.parametrize("prefix", ["hosted_vllm", "openai"])
-def test_embedding(litellm, prefix, server):
+def test_embedding_returns_a_vector_for_each_input(litellm, prefix, server):
     answer = litellm.embedding(
         model=f"{prefix}/{server.model}",
         api_base=f"{server.url}/v1",

@@ -37,7 +37,7 @@ def first_difference(alone, together) -> int | None:
     return next((i for i, (a, b) in enumerate(pairs) if a != b), None)
 
 
-def test_64_requests_together_equal_each_alone(llm):
+def test_64_batched_greedy_requests_equal_each_request_run_alone(llm):
     assert len(PROMPTS) == 64
     alone = [llm.generate(prompt, GREEDY)[0].outputs[0] for prompt in PROMPTS]
     together = [output.outputs[0] for output in llm.generate(PROMPTS, GREEDY)]
@@ -55,7 +55,7 @@ def test_seeded_sampling_does_not_depend_on_the_batch(llm):
     assert alone == together
 
 
-def test_chat_and_usage(llm):
+def test_chat_answers_and_reports_cached_tokens_in_usage(llm):
     question = [{"role": "user", "content": "Name the capital of France."}]
     params = SamplingParams(temperature=0.0, max_tokens=20)
     (answer,) = llm.chat(question, params)
@@ -64,20 +64,20 @@ def test_chat_and_usage(llm):
     assert again.usage.cached_tokens > 0 and again.text == answer.text
 
 
-def test_one_text_is_embedded_as_one_and_none_as_none(llm):
+def test_embed_takes_one_text_token_ids_or_an_empty_list(llm):
     (one,) = llm.embed("hello")
     assert one.outputs.hidden_size == llm.card.num_dimensions
     assert len(llm.embed([1, 2, 3])) == 1 and llm.embed([]) == []
     assert llm.embed(["hello", "bye"])[0].outputs.vector @ one.outputs.vector > 1 - 1e-4
 
 
-def test_structured_outputs_hold(llm):
+def test_structured_outputs_choice_limits_the_answer(llm):
     choice = StructuredOutputsParams(choice=["Positive", "Negative"])
     (output,) = llm.generate("I like it. Sentiment: ", SamplingParams(structured_outputs=choice))
     assert output.text in ("Positive", "Negative")
 
 
-def test_options_of_a_chat_are_checked_before_they_are_used(llm):
+def test_chat_options_are_validated_before_use(llm):
     question = [{"role": "user", "content": "What time is it?"}]
     tool = {"type": "function", "function": {"name": "now", "parameters": {"properties": {}}}}
     (forced,) = llm.chat(question, tools=[tool], tool_choice=ToolChoice("named", "now"))
@@ -92,7 +92,7 @@ def test_options_of_a_chat_are_checked_before_they_are_used(llm):
             llm.chat(question, **options)
 
 
-def test_a_preset_replaces_the_template(default_model, tmp_path, monkeypatch):
+def test_preset_replaces_the_chat_template(default_model, tmp_path, monkeypatch):
     preset = f"[presets.shout]\nmodel = '{default_model}'\n"
     template = "template = '{{ messages[-1].content }}!'\nsystem = 'unused'\n"
     (tmp_path / "engine.toml").write_text(preset + template)
@@ -103,7 +103,7 @@ def test_a_preset_replaces_the_template(default_model, tmp_path, monkeypatch):
         assert output.prompt_token_ids == plain.prompt_token_ids and llm.card.id == "shout"
 
 
-def test_openai_shapes(default_model):
+def test_inference_engine_returns_openai_shaped_answers_and_chunks(default_model):
     with InferenceEngine(str(default_model)) as engine:
         assert len(engine.generate(["Hello", "Bye"], max_tokens=3, temperature=0.0)) == 2
         messages = [{"role": "user", "content": "Say hi."}]
@@ -117,7 +117,7 @@ def test_openai_shapes(default_model):
             engine.generate(["x"], temprature=1.0)
 
 
-def test_more_prompts_than_the_queue_holds_and_the_end(default_model):
+def test_more_prompts_than_the_queue_holds_are_all_answered_and_a_closed_llm_refuses(default_model):
     settings = {"performance.max_queued_requests": 3}
     llm = LLM(str(default_model), settings=settings)
     outputs = llm.generate(PROMPTS[:12], SamplingParams(max_tokens=2, n=2, ignore_eos=True))
@@ -128,7 +128,7 @@ def test_more_prompts_than_the_queue_holds_and_the_end(default_model):
     llm.close()
 
 
-def test_an_interrupt_ends_the_work(llm):
+def test_keyboard_interrupt_aborts_the_open_requests(llm):
     # A shell that runs the tests in the background has interrupts ignored.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -140,7 +140,7 @@ def test_an_interrupt_ends_the_work(llm):
     assert not llm.engine.backend._link._requests
 
 
-def test_one_bad_prompt_ends_the_others(llm):
+def test_an_invalid_prompt_in_a_list_aborts_the_other_prompts(llm):
     params = SamplingParams(max_tokens=4000, ignore_eos=True)
     with pytest.raises(InvalidRequestError):
         llm.generate(["Hello", [10**6]], params)
@@ -148,7 +148,7 @@ def test_one_bad_prompt_ends_the_others(llm):
     assert after.usage.completion_tokens == 2 and not llm.engine.backend._link._requests
 
 
-def test_a_stream_can_be_left_early(llm):
+def test_closing_a_stream_early_leaves_the_engine_usable(llm):
     events = llm.stream("Once upon a time", SamplingParams(max_tokens=200, ignore_eos=True))
     next(events)
     events.close()

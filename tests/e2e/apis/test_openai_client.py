@@ -55,7 +55,7 @@ def test_chat_answers_in_sensible_english(client, model):
 TEMPLATED = "<|im_start|>user\nSay hello.<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_a_prompt_may_carry_its_own_template(client, model, server):
+def test_a_request_may_carry_its_own_chat_template(client, model, server):
     conversation = {"messages": [{"role": "user", "content": "Say hello."}]}
     system = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging"
     prompt = f"{system} Face<|im_end|>\n{TEMPLATED}"
@@ -113,7 +113,7 @@ def test_streamed_deltas_concatenate_to_the_whole_answer(client, model):
     assert len({c.id for c in chunks}) == 1
 
 
-def test_completions_choices_stop_and_seed(client, model):
+def test_completions_honour_n_seed_and_stop(client, model):
     def ask(**extra):
         return client.completions.create(
             model=model, prompt="Once upon a time", max_tokens=12, n=2, seed=5, **extra
@@ -129,7 +129,7 @@ def test_completions_choices_stop_and_seed(client, model):
     assert stopped.choices[0].finish_reason == "stop"
 
 
-def test_logprobs_of_both_kinds(client, model):
+def test_logprobs_of_chat_and_of_completions(client, model):
     chat = client.chat.completions.create(
         model=model, messages=QUESTION, temperature=0, max_tokens=4, logprobs=True, top_logprobs=3
     )
@@ -145,7 +145,7 @@ def test_logprobs_of_both_kinds(client, model):
     assert legacy.choices[0].logprobs.text_offset[1] == len(tokens[0])
 
 
-def test_penalties_bias_and_limits_do_something(client, model):
+def test_penalties_logit_bias_and_max_tokens_change_the_output(client, model):
     def text(**extra):
         return (
             client.completions.create(
@@ -170,14 +170,14 @@ def test_penalties_bias_and_limits_do_something(client, model):
     assert longer.usage.completion_tokens == 24
 
 
-def test_models(client, model):
+def test_models_retrieve_finds_the_model_and_404s_an_unknown_one(client, model):
     entry = client.models.retrieve(model)
     assert entry.id == model and entry.object == "model" and entry.max_model_len > 1000
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("org/nothing")
 
 
-def test_mistakes_are_typed_exceptions(client, model):
+def test_invalid_requests_raise_typed_openai_exceptions(client, model):
     with pytest.raises(openai.NotFoundError) as not_found:
         client.chat.completions.create(model="gpt-99", messages=QUESTION)
     assert not_found.value.code == "model_not_found"
@@ -211,7 +211,7 @@ def test_special_tokens_in_user_text_are_plain_text(client, model):
     assert count("a<|im_end|>b") >= count("ab") + 4
 
 
-def test_a_required_tool_is_called_and_its_answer_taken(client, model):
+def test_required_tool_is_called_and_its_result_is_accepted(client, model):
     answer = client.chat.completions.create(
         model=model,
         messages=WEATHER_QUESTION,
@@ -253,7 +253,7 @@ def test_the_stream_helper_sees_a_tool_call_grow_and_end(client, model):
     assert call.function.parsed_arguments["city"] in ("Paris", "Rome")
 
 
-def test_parse_gives_an_instance_of_the_model(client, model):
+def test_chat_parse_returns_an_instance_of_the_pydantic_model(client, model):
     answer = client.chat.completions.parse(
         model=model,
         messages=[{"role": "user", "content": "What colour is grass?"}],
@@ -264,7 +264,7 @@ def test_parse_gives_an_instance_of_the_model(client, model):
     assert isinstance(answer.choices[0].message.parsed, Colour)
 
 
-def test_the_stream_helper_parses_what_it_streams(client, model):
+def test_stream_helper_parses_structured_output(client, model):
     with client.chat.completions.stream(
         model=model,
         messages=[{"role": "user", "content": "What colour is blood?"}],
@@ -309,7 +309,7 @@ def test_responses_are_stored_continued_and_deleted(client, model):
         client.responses.retrieve(first.id)
 
 
-def test_responses_stream_and_parse(client, model):
+def test_responses_api_streams_and_parses_structured_output(client, model):
     question = "Name the capital of France."
     with client.responses.stream(
         model=model, input=question, temperature=0, max_output_tokens=32
@@ -325,7 +325,7 @@ def test_responses_stream_and_parse(client, model):
     assert isinstance(parsed.output_parsed, Colour)
 
 
-def test_a_batch_of_a_file(client, model):
+def test_a_batch_file_is_processed_and_its_output_downloaded(client, model):
     lines = [
         {
             "custom_id": f"request-{number}",

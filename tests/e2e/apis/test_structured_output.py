@@ -101,12 +101,14 @@ def check(tally: Tally, wanted: int) -> None:
     assert tally.num_valid >= LEAST_ENDED * (tally.num_valid + tally.num_cut), tally
 
 
-async def test_a_sample_of_schemas_at_temperature_one(server: ServedEngine) -> None:
+async def test_answers_to_16_sampled_schemas_validate_at_temperature_1(
+    server: ServedEngine,
+) -> None:
     check(await generate(server.url, await spread_out(16), 8), 8)
 
 
 @pytest.mark.slow
-async def test_two_hundred_answers_validate(server: ServedEngine) -> None:
+async def test_answers_to_200_schemas_validate_at_temperature_1(server: ServedEngine) -> None:
     schemas = await spread_out(200)
     tally = await generate(server.url, schemas, 200)
     print(f"{tally.num_valid} valid, {tally.num_cut} cut off, {len(schemas)} schemas")

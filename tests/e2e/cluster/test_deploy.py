@@ -18,7 +18,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield home
 
 
-def test_a_model_is_served_there_and_removed_again(
+def test_deploy_serves_a_model_over_ssh_and_removes_it(
     machine: Path, tmp_path: Path, default_model: Path
 ) -> None:
     wheel = tmp_path / "engine-0.1.0-py3-none-any.whl"
@@ -41,7 +41,7 @@ def test_a_model_is_served_there_and_removed_again(
     assert key_file.exists()
 
 
-def test_what_goes_wrong_is_told(machine: Path, tmp_path: Path) -> None:
+def test_deploy_failures_name_their_cause(machine: Path, tmp_path: Path) -> None:
     wheel = tmp_path / "engine-0.1.0-py3-none-any.whl"
     wheel.write_bytes(b"")
     for arguments, message in (
@@ -57,6 +57,6 @@ def test_what_goes_wrong_is_told(machine: Path, tmp_path: Path) -> None:
         assert "Traceback" not in done.stderr
 
 
-def test_a_provisioned_machine_is_used(machine: Path) -> None:
+def test_deploy_uses_the_machine_that_the_provision_command_prints(machine: Path) -> None:
     done = engine_deploy("--provision", r"printf made\ it\\ntarget\\n", "--remove")
     assert done.returncode == 0 and "from target" in done.stderr

@@ -73,7 +73,7 @@ def page_command(example: str, beginning: str, **changes: str) -> str:
     return command
 
 
-def test_two_machines_share_the_requests_of_one_server(default_model: Path, tmp_path: Path) -> None:
+def test_two_machines_share_the_requests_of_one_router(default_model: Path, tmp_path: Path) -> None:
     example, port = "two_machines", free_port()
     url, here = f"http://127.0.0.1:{port}", {"one:8080": f"127.0.0.1:{port}"}
     token = page_command(example, "engine node token", **{"&& scp node.token two:": ""})
@@ -107,7 +107,7 @@ def test_two_machines_share_the_requests_of_one_server(default_model: Path, tmp_
         assert complete(url, "Who").status_code == 401
 
 
-def test_a_router_stands_in_front_of_two_servers(default_model: Path, tmp_path: Path) -> None:
+def test_the_router_example_balances_two_servers(default_model: Path, tmp_path: Path) -> None:
     text = (EXAMPLES / "two_machines/engine.toml").read_text()
     routes = page_command("two_machines", "curl").split()[1]
     with ExitStack() as stack:
@@ -133,7 +133,7 @@ def test_a_router_stands_in_front_of_two_servers(default_model: Path, tmp_path: 
 
 
 @needs_redis
-def test_the_services_of_the_compose_file_work_together(
+def test_compose_services_share_cached_prefixes_through_redis(
     default_model: Path, tmp_path: Path
 ) -> None:
     """A server that starts again finds the prefixes in Redis."""

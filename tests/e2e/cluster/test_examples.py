@@ -76,7 +76,7 @@ def test_the_evaluation_counts_resumes_and_refuses_another_runs_file(tmp_path):
         assert other.returncode == 2 and "another run" in other.stderr
 
 
-def test_every_step_of_a_deployment_can_be_seen_and_shows_no_secret(tmp_path, checkpoint):
+def test_deploy_dry_run_prints_every_step_without_secrets(tmp_path, checkpoint):
     env = os.environ | {"HF_TOKEN": SECRET}
     folder = checkpoint.rename(tmp_path / "model; rm -rf")
     model = ["--model", str(folder), "--dry-run"]
@@ -203,7 +203,7 @@ def test_several_backends_answer_and_the_shadow_is_compared(tmp_path, default_mo
     assert sum(outcomes.values()) == 4 and set(outcomes) <= {"identical", "different"}
 
 
-def test_the_example_configuration_is_valid():
+def test_example_engine_toml_is_a_valid_configuration():
     done = subprocess.run(
         [sys.executable, "-m", "engine.cli.main", "config", "show"],
         env=os.environ | {"LLM_ENGINE_CONFIG": str(DEMO.parent / "engine.toml")},
@@ -213,7 +213,9 @@ def test_the_example_configuration_is_valid():
     assert done.returncode == 0, done.stderr
 
 
-def test_the_interpretability_server_says_what_vllm_lacks_and_reads_an_activation(default_model):
+def test_interp_example_falls_back_to_our_backend_without_vllm_and_reads_an_activation(
+    default_model,
+):
     script = EXAMPLES / "deploy_inference_server" / "simple_vllm_nnsight" / "deploy.py"
     done = run(script, "--once", "--port", str(free_port()))
     assert done.returncode == 0, done.stderr
@@ -227,7 +229,7 @@ def test_the_interpretability_server_says_what_vllm_lacks_and_reads_an_activatio
     ("name", "told"),
     [("logit_lens", "layer  29"), ("attention", "head 8"), ("patching", "patched")],
 )
-def test_an_example_of_interpretability_shows_the_model(default_model, name, told):
+def test_interpretability_example_scripts_print_their_result(default_model, name, told):
     done = run(EXAMPLES / "interpretability" / f"{name}.py")
     assert done.returncode == 0, done.stderr
     assert told in done.stdout
@@ -235,7 +237,7 @@ def test_an_example_of_interpretability_shows_the_model(default_model, name, tol
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_steering_makes_continuations_of_held_back_prompts_positive(default_model):
+def test_steering_makes_held_out_continuations_positive(default_model):
     """The layer and the strength are chosen on other prompts, and perplexity rises by < 25 %."""
     done = run(EXAMPLES / "interpretability" / "steering.py", timeout=900)
     assert done.returncode == 0, done.stderr

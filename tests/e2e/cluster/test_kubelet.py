@@ -66,7 +66,7 @@ def started() -> Iterator[Pod]:
         process.wait()
 
 
-def test_it_becomes_ready_and_loses_no_request_when_it_is_told_to_stop(default_model: Path) -> None:
+def test_pod_becomes_ready_and_loses_no_request_on_termination(default_model: Path) -> None:
     with started() as pod:
         limit = pod.spec["startupProbe"]["failureThreshold"]
         wait_until(lambda: pod.probe("startup"), limit * pod.spec["startupProbe"]["periodSeconds"])

@@ -105,7 +105,7 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-def test_prefill_and_decode_nodes_over_tls(
+def test_prefill_and_decode_nodes_serve_requests_over_tls(
     model: str, alone: list[dict[str, Any]], stack: ExitStack, tmp_path: Path
 ) -> None:
     certify(tmp_path, "ca")
@@ -157,7 +157,7 @@ def test_prefill_and_decode_nodes_over_tls(
     )
 
 
-def test_blocks_that_are_damaged_or_do_not_arrive_are_computed(
+def test_damaged_or_missing_blocks_of_a_prefill_node_are_recomputed(
     model: str, alone: list[dict[str, Any]], stack: ExitStack, tmp_path: Path
 ) -> None:
     server = start_server(stack, model, tmp_path)

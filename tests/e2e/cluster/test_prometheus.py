@@ -129,7 +129,7 @@ def values(url: str, expression: str, model: str) -> list[float]:
     return [float(series["value"][1]) for series in reply["data"]["result"]]
 
 
-def test_every_panel_has_data(default_model: Path, tmp_path: Path) -> None:
+def test_every_dashboard_panel_has_data(default_model: Path, tmp_path: Path) -> None:
     config = tmp_path / "engine.toml"
     config.write_text(ROUTED)
     with serve("--config", str(config)) as server, prometheus(tmp_path, server) as url:

@@ -99,7 +99,7 @@ def test_the_ranks_of_a_node_are_on_several_machines(address: str, tmp_path: Pat
         wait_until(lambda: nothing_is_left(server), 60)
 
 
-def test_what_goes_wrong_is_told(address: str, tmp_path: Path) -> None:
+def test_cluster_up_reports_bad_options_and_missing_resources(address: str, tmp_path: Path) -> None:
     with ray_server(address, tmp_path, DEFAULT_MODEL) as server:
         with server.up("--min-nodes", "1", "--no-such-option") as scaling:
             assert "No such option" in heard(scaling, "failed")

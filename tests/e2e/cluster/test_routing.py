@@ -56,7 +56,9 @@ def stream(url: str, number: int, outcomes: dict[int, str]) -> None:
     outcomes[number] = last
 
 
-def test_both_replicas_answer_and_say_so(routed: ServedEngine) -> None:
+def test_both_replicas_answer_and_the_response_header_names_the_replica(
+    routed: ServedEngine,
+) -> None:
     client = openai.OpenAI(base_url=f"{routed.url}/v1", api_key="none")
     names = set()
     for _ in range(2):
@@ -118,7 +120,7 @@ GOOD = "[backends.good]\nkind = 'native'\nmodel = 'smollm2-135m-instruct'\n"
         (GOOD, ["some-model"], "leave one of the two out"),
     ],
 )
-def test_a_broken_file_is_one_line_and_leaves_nothing_behind(
+def test_an_invalid_routing_config_fails_with_one_line_and_leaves_no_process(
     default_model: Path, tmp_path: Path, toml: str, arguments: list[str], words: str
 ) -> None:
     path = tmp_path / "engine.toml"

@@ -75,7 +75,9 @@ def ask(client: openai.OpenAI, **extra):
 
 
 @BOTH
-def test_a_client_does_not_notice_the_engine(kind: str, faults: FaultFile) -> None:
+def test_clients_get_the_same_api_whatever_external_engine_answers(
+    kind: str, faults: FaultFile
+) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
     with served(kind, faults) as server:
         client = client_of(server)
@@ -105,7 +107,9 @@ def stream_to_the_end(client: openai.OpenAI, endings: list[str]) -> None:
 
 
 @BOTH
-def test_a_killed_engine_ends_its_streams_and_comes_back(kind: str, faults: FaultFile) -> None:
+def test_a_killed_external_engine_ends_its_streams_and_restarts(
+    kind: str, faults: FaultFile
+) -> None:
     faults.set(stall_after=3)  # so that none ends by itself before the last one has begun
     with served(kind, faults) as server:
         client, endings = client_of(server), []
@@ -126,7 +130,9 @@ def test_a_killed_engine_ends_its_streams_and_comes_back(kind: str, faults: Faul
         assert server.backend.health().num_restarts == 1
 
 
-def test_while_it_is_away_clients_are_told_to_come_back(faults: FaultFile) -> None:
+def test_clients_get_503_with_retry_after_while_an_external_engine_restarts(
+    faults: FaultFile,
+) -> None:
     with served("vllm", faults) as server:
         faults.set(load_s=3.0)
         os.kill(faults.pids[0], signal.SIGKILL)
@@ -138,7 +144,9 @@ def test_while_it_is_away_clients_are_told_to_come_back(faults: FaultFile) -> No
         wait_until(lambda: "loading" in server.backend.health().detail)
 
 
-def test_an_engine_that_breaks_off_is_an_error_and_not_an_end(faults: FaultFile) -> None:
+def test_a_stream_cut_by_an_engine_crash_ends_with_an_error_and_not_with_stop(
+    faults: FaultFile,
+) -> None:
     with served("vllm", faults) as server:
         faults.set(crash_after=4)
         endings: list[str] = []
@@ -148,7 +156,7 @@ def test_an_engine_that_breaks_off_is_an_error_and_not_an_end(faults: FaultFile)
         wait_until(lambda: httpx.get(f"{server.url}/readyz").status_code == 200, 60)
 
 
-def test_a_client_that_leaves_a_stalled_engine_frees_its_place(faults: FaultFile) -> None:
+def test_disconnecting_from_a_stalled_engine_frees_the_admission_slot(faults: FaultFile) -> None:
     with served("sglang", faults) as server:
         faults.set(stall_after=3)
         stream = ask(client_of(server), stream=True)
@@ -160,7 +168,7 @@ def test_a_client_that_leaves_a_stalled_engine_frees_its_place(faults: FaultFile
 QUICK_START = re.compile(r"```python\n(from engine\.backends\.vllm.*?)```", re.DOTALL)
 
 
-async def test_the_documented_quick_start_runs_as_it_is(
+async def test_documented_quick_start_command_runs_unchanged(
     tmp_path: Path, faults: FaultFile, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     """With an interpreter that has the stand-in installed, and a port that is free here."""
@@ -186,7 +194,7 @@ async def test_the_documented_quick_start_runs_as_it_is(
         await backend.stop()
 
 
-async def test_eight_engines_at_once_get_eight_ports(faults: FaultFile) -> None:
+async def test_eight_external_engines_at_once_get_eight_ports(faults: FaultFile) -> None:
     backends = [make("sglang", faults) for _ in range(8)]
     try:
         urls = await asyncio.gather(*(backend.start() for backend in backends))

@@ -63,27 +63,31 @@ def refusal_of(folder: Path, faults: FaultFile, model: str, *given: str) -> str:
     return errors[0]
 
 
-def test_an_engine_that_ends_at_once(run_folder: Path) -> None:
+def test_an_external_engine_that_exits_while_loading_is_reported_with_its_error(
+    run_folder: Path,
+) -> None:
     faults = FaultFile(run_folder, exit_at_start=3)
     line = refusal_of(run_folder, faults, "owner/name", "--backend", "vllm", *options(faults))
     assert "vLLM ended while loading, with exit status 3: ValueError: no such layer" in line
 
 
-def test_an_engine_that_is_never_ready(run_folder: Path) -> None:
+def test_an_external_engine_that_is_never_ready_times_out_with_its_last_health_status(
+    run_folder: Path,
+) -> None:
     faults = FaultFile(run_folder, is_never_ready=True, grandchild="session", ignores_sigterm=True)
     given = options(faults, start_timeout_s=str(LISTENING_BY_THEN_S))
     line = refusal_of(run_folder, faults, "owner/name", "--backend", "vllm", *given)
     assert "vLLM was not ready after 8 s (start_timeout_s): /health answers 503" in line
 
 
-def test_a_wrong_binary(run_folder: Path) -> None:
+def test_a_missing_interpreter_for_an_external_engine_is_named(run_folder: Path) -> None:
     faults = FaultFile(run_folder)
     given = options(faults, python='"/no/such/python"')
     line = refusal_of(run_folder, faults, "owner/name", "--backend", "sglang", *given)
     assert "python: '/no/such/python' is not a program" in line
 
 
-def test_a_port_that_is_taken(run_folder: Path) -> None:
+def test_a_port_in_use_for_an_external_engine_is_reported(run_folder: Path) -> None:
     faults = FaultFile(run_folder)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -93,14 +97,16 @@ def test_a_port_that_is_taken(run_folder: Path) -> None:
     assert faults.pids == []
 
 
-def test_a_model_that_is_not_there(run_folder: Path) -> None:
+def test_a_missing_model_is_reported_before_the_external_engine_starts(run_folder: Path) -> None:
     faults = FaultFile(run_folder)
     line = refusal_of(run_folder, faults, "/no/such", "--backend", "vllm", *options(faults))
     assert "no file and no pulled model is called '/no/such'" in line
     assert faults.pids == []
 
 
-async def test_liars_and_the_silent_are_not_ready(run_folder: Path) -> None:
+async def test_an_external_engine_that_serves_another_model_or_hangs_is_not_ready(
+    run_folder: Path,
+) -> None:
     """Side by side, as each takes all of its time."""
     expected = {
         "it serves another-model, not owner/name": {"lies": True},
@@ -122,7 +128,9 @@ async def test_liars_and_the_silent_are_not_ready(run_folder: Path) -> None:
     assert all(left_behind(run_folder, each) == [] for each in fault_files)
 
 
-async def test_a_program_that_hangs_takes_no_longer_than_was_stated(run_folder: Path) -> None:
+async def test_an_external_program_that_hangs_is_given_up_after_start_timeout_s(
+    run_folder: Path,
+) -> None:
     """Also where it is asked for its version, as nothing is known of it."""
     program, noted = run_folder / "python", run_folder / "pids"
     program.write_text(f"#!/bin/sh\necho $$ >> {noted}\nexec sleep 600\n")
@@ -144,7 +152,7 @@ def test_a_killed_server_leaves_nothing_behind(run_folder: Path) -> None:
         wait_until(lambda: left_behind(run_folder, faults) == [])
 
 
-def test_what_a_launcher_could_not_remove_the_next_start_does(run_folder: Path) -> None:
+def test_the_next_start_removes_what_a_killed_launcher_left(run_folder: Path) -> None:
     faults = FaultFile(run_folder)
     given = ("owner/name", "--backend", "vllm", *options(faults))
     with serve(*given) as server:

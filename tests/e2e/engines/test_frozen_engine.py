@@ -31,7 +31,7 @@ def until_health(server, status: int, seconds: float) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_busy", [False, True])
-def test_a_frozen_engine_is_503_within_5_s_and_well_within_15(default_model, is_busy: bool):
+def test_a_frozen_engine_is_503_on_health_within_5_s(default_model, is_busy: bool):
     with serve(MODEL) as server:
         outcomes: list[str] = []
         args = (server.url, server.model, 1, 400, outcomes)
@@ -52,7 +52,7 @@ def test_a_frozen_engine_is_503_within_5_s_and_well_within_15(default_model, is_
 
 
 @pytest.mark.slow
-def test_full_load_raises_no_alarm(default_model):
+def test_full_load_raises_no_health_alarm(default_model):
     with serve(MODEL) as server:
         statuses, done = set(), threading.Event()
 
@@ -93,7 +93,7 @@ def test_a_taken_port_is_exit_code_2_before_anything_is_loaded(default_model):
     assert "Loading" not in done.stderr and "Traceback" not in done.stderr
 
 
-def test_a_truncated_model_is_told_in_one_line(default_model: Path, tmp_path: Path):
+def test_a_truncated_model_file_is_reported_in_one_line(default_model: Path, tmp_path: Path):
     broken = tmp_path / "broken.gguf"
     shutil.copy(default_model, broken)
     os.truncate(broken, broken.stat().st_size // 2)

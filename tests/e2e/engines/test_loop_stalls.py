@@ -73,7 +73,7 @@ async def load(url: str) -> list[int]:
 
 
 @pytest.mark.slow
-def test_a_megabyte_of_prompt_does_not_hold_up_the_loop(server: LiveServer, callbacks):
+def test_a_megabyte_prompt_does_not_block_the_event_loop(server: LiveServer, callbacks):
     statuses = asyncio.run(load(server.url))
     assert statuses[:32] == [200] * 32 and set(statuses[32:37]) == {400}
     assert set(statuses[37:]) == {200}
@@ -81,7 +81,7 @@ def test_a_megabyte_of_prompt_does_not_hold_up_the_loop(server: LiveServer, call
     assert len(callbacks) > 100 and slowest[0][0] < LONGEST_S, slowest
 
 
-def test_descriptions_of_the_server_do_not_hold_up_the_loop(server: LiveServer, callbacks):
+def test_openapi_and_capabilities_do_not_block_the_event_loop(server: LiveServer, callbacks):
     """The first one is built when it is asked for, which takes longer than a callback may."""
     for path in ("/openapi.json", "/v1/capabilities", "/openapi.json"):
         assert httpx.get(server.url + path, timeout=60).status_code == 200

@@ -78,7 +78,9 @@ def without_ids(answer: Any) -> Any:
     ],
     ids=lambda fields: "-".join(fields),
 )
-def test_chats_are_the_same(server, front, fields: dict[str, Any]) -> None:
+def test_chat_answers_through_a_second_server_are_identical(
+    server, front, fields: dict[str, Any]
+) -> None:
     body = {"model": server.model, "messages": QUESTION, "temperature": 0} | fields
     assert without_ids(ask(front.url, CHAT, body)) == without_ids(ask(server.url, CHAT, body))
 
@@ -94,7 +96,9 @@ def test_chats_are_the_same(server, front, fields: dict[str, Any]) -> None:
     ],
     ids=lambda fields: "-".join(fields),
 )
-def test_completions_are_the_same(server, front, fields: dict[str, Any]) -> None:
+def test_completions_through_a_second_server_are_identical(
+    server, front, fields: dict[str, Any]
+) -> None:
     body = {"model": server.model, "temperature": 0} | fields
     ours, theirs = (ask(url, COMPLETION, body) for url in (front.url, server.url))
     for made in (ours, theirs):
@@ -102,7 +106,7 @@ def test_completions_are_the_same(server, front, fields: dict[str, Any]) -> None
     assert ours == theirs
 
 
-def test_a_stream_has_the_same_chunks(server, front) -> None:
+def test_streamed_chunks_through_a_second_server_are_identical(server, front) -> None:
     body = {"model": server.model, "messages": QUESTION, "max_tokens": 8, "stream": True}
     body |= {"stream_options": {"include_usage": True}, "temperature": 0}
     ours, theirs = (ask(url, CHAT, body) for url in (front.url, server.url))
@@ -110,7 +114,7 @@ def test_a_stream_has_the_same_chunks(server, front) -> None:
     assert ours[-1]["usage"]["completion_tokens"] == theirs[-1]["usage"]["completion_tokens"]
 
 
-def test_vectors_and_tokens_are_the_same(server, front) -> None:
+def test_embeddings_and_tokenization_through_a_second_server_are_identical(server, front) -> None:
     body = {"model": server.model, "input": ["red", "blue"]}
     ours, theirs = (ask(url, "/v1/embeddings", body) for url in (front.url, server.url))
     for mine, other in zip(ours["data"], theirs["data"], strict=True):
@@ -120,7 +124,7 @@ def test_vectors_and_tokens_are_the_same(server, front) -> None:
         assert made[0] == made[1]
 
 
-def test_refusals_keep_their_words(server, front) -> None:
+def test_error_messages_pass_through_a_second_server_unchanged(server, front) -> None:
     for fields in (
         {"guided_regex": "("},
         {"messages": [{"role": "user", "content": "long " * 9_000}]},
@@ -131,7 +135,7 @@ def test_refusals_keep_their_words(server, front) -> None:
         assert made[0].status_code == 400 and made[0].json() == made[1].json()
 
 
-def test_a_client_that_leaves_ends_the_work_behind_both(server, front) -> None:
+def test_a_client_disconnect_aborts_the_request_on_both_servers(server, front) -> None:
     client = openai.OpenAI(base_url=f"{front.url}/v1", api_key="none")
     stream = client.chat.completions.create(
         model=server.model, messages=QUESTION, max_tokens=2000, stream=True,
@@ -145,7 +149,7 @@ def test_a_client_that_leaves_ends_the_work_behind_both(server, front) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-async def test_every_rule_of_every_client_holds(front) -> None:
+async def test_all_conformance_rules_hold_through_a_second_server(front) -> None:
     async with new_client(front.url, None, timeout_s=120) as client:
         results = await run_rules(await find_target(client, None), GROUPS)
     assert not {r.rule.id: r.detail for r in results if r.outcome in ("fail", "advice")}

@@ -155,7 +155,7 @@ def test_sigterm_lets_streams_finish_and_exits_zero(default_model):
         (["--dtype", "int3"], "dtype"),
     ],
 )
-def test_a_bad_start_fails_with_one_line(arguments, message):
+def test_invalid_serve_arguments_fail_with_one_error_line(arguments, message):
     import subprocess
     import sys
 

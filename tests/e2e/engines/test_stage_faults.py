@@ -76,7 +76,7 @@ def expected(server: LiveServer) -> dict[bool, list[str | None]]:
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_a_failing_stage_costs_one_request_at_most(server: LiveServer, expected, point: str):
+def test_a_failing_engine_stage_fails_at_most_one_request(server: LiveServer, expected, point: str):
     action = "mark" if point == "nonfinite" else "raise"
     stream = point not in ("validate", "template", "forward", "update")
     with faults.planned(Fault(point, action, at=2)) as plan:

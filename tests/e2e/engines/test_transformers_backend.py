@@ -56,7 +56,7 @@ def stream_to_its_end(server: ServedEngine, ends: list[str]) -> None:
         ends.append([line for line in reply.iter_lines() if line][-1])
 
 
-def test_a_foreign_model_is_served_and_survives_its_process(checkpoint):
+def test_a_transformers_model_is_served_and_survives_kill_9(checkpoint):
     with serve(checkpoint, "--backend", "transformers", "--threads", "1") as server:
         card = httpx.get(f"{server.url}/v1/models").json()["data"][0]
         assert (card["id"], card["max_model_len"]) == ("tiny-neox", 4096)

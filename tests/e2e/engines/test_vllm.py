@@ -98,13 +98,15 @@ def stream_to_the_end(
     endings.append(lines[-1].removeprefix("data: "))
 
 
-def test_its_loading_was_told(server: ServedEngine) -> None:
+def test_vllm_loading_progress_is_logged(server: ServedEngine) -> None:
     assert any("vLLM is loading (" in line for line in server.log)
     assert any("[vllm]" in line for line in server.log)
 
 
 @pytest.mark.timeout(1800)
-async def test_every_rule_holds_for_vllm_behind_our_server(server: ServedEngine) -> None:
+async def test_every_conformance_rule_holds_for_vllm_behind_our_server(
+    server: ServedEngine,
+) -> None:
     async with new_client(server.url, None, timeout_s=120) as client:
         results = await run_rules(await find_target(client, None), GROUPS)
     broken = {r.rule.id: r.detail for r in results if r.outcome in ("fail", "advice")}
@@ -114,7 +116,7 @@ async def test_every_rule_holds_for_vllm_behind_our_server(server: ServedEngine)
 
 
 @pytest.mark.parametrize("victim", [1, -1], ids=["its first process", "its worker"])
-def test_kill_9_ends_every_stream_within_5_s_and_it_comes_back(
+def test_kill_9_of_vllm_ends_every_stream_within_5_s_and_vllm_restarts(
     server: ServedEngine, victim: int
 ) -> None:
     begun: list[int] = []
@@ -144,7 +146,7 @@ def test_kill_9_ends_every_stream_within_5_s_and_it_comes_back(
     assert answer.usage is not None and answer.usage.completion_tokens == 4
 
 
-def test_sigkill_of_the_server_leaves_nothing_after_5_s(server: ServedEngine) -> None:
+def test_sigkill_of_the_server_leaves_no_vllm_process_after_5_s(server: ServedEngine) -> None:
     processes = family(server)
     assert len(processes) >= 3
     os.kill(server.process.pid, signal.SIGKILL)
@@ -152,7 +154,7 @@ def test_sigkill_of_the_server_leaves_nothing_after_5_s(server: ServedEngine) ->
     assert not any(process.is_running() for process in processes)
 
 
-def test_the_example_reads_an_activation_of_vllm() -> None:
+def test_interp_example_reads_an_activation_of_vllm() -> None:
     model, python = os.environ["VLLM_MODEL"], os.environ["VLLM_PYTHON"]
     given = ["--model", model, "--python", python, "--dtype", vllm_dtype()]
     given += ["--max-model-len", "1024", "--port", str(free_port()), "--once"]

@@ -22,7 +22,9 @@ path = "tuned"
 SHAPES = {f"model.layers.{layer}.mlp.down_proj": (576, 1536) for layer in range(30)}
 
 
-def test_adapters_behind_the_router(default_model: Path, tmp_path: Path) -> None:
+def test_adapters_of_the_config_file_are_served_through_the_router(
+    default_model: Path, tmp_path: Path
+) -> None:
     folders = [
         peft_folder(tmp_path / name, SHAPES, rank=4, seed=seed, std=0.2)
         for seed, name in enumerate(("tuned", "other"))

@@ -63,7 +63,9 @@ def test_many_inputs_keep_their_order(client: openai.OpenAI) -> None:
         np.testing.assert_allclose(item.embedding, made.data[place].embedding, atol=1e-5)
 
 
-def test_langchain_finds_what_is_alike(encoder_server: ServedEngine) -> None:
+def test_langchain_embeddings_rank_the_most_similar_document_first(
+    encoder_server: ServedEngine,
+) -> None:
     embeddings = OpenAIEmbeddings(
         model=MODEL,
         base_url=f"{encoder_server.url}/v1",
@@ -102,7 +104,9 @@ def test_rerank_and_score_agree(encoder_server: ServedEngine) -> None:
         assert result["document"]["text"] == DOCUMENTS[result["index"]]
 
 
-def test_dimensions_are_cut_and_told(encoder_server: ServedEngine) -> None:
+def test_embedding_dimensions_are_truncated_rescaled_and_warned_about(
+    encoder_server: ServedEngine,
+) -> None:
     whole = post(encoder_server, "/v1/embeddings", input=QUERY).json()["data"][0]["embedding"]
     short = post(encoder_server, "/v1/embeddings", input=QUERY, dimensions=64)
     vector = np.array(short.json()["data"][0]["embedding"])
@@ -110,7 +114,9 @@ def test_dimensions_are_cut_and_told(encoder_server: ServedEngine) -> None:
     assert "dimensions" in short.headers["x-engine-warnings"]
 
 
-def test_long_texts_are_refused_or_cut_as_asked(encoder_server: ServedEngine) -> None:
+def test_long_embedding_inputs_are_refused_or_truncated_as_requested(
+    encoder_server: ServedEngine,
+) -> None:
     long = "A cat sat on a mat. " * 200
     refused = post(encoder_server, "/v1/embeddings", input=long)
     assert refused.status_code == 400
@@ -123,7 +129,7 @@ def test_long_texts_are_refused_or_cut_as_asked(encoder_server: ServedEngine) ->
     np.testing.assert_allclose(few["data"][0]["embedding"], same["data"][0]["embedding"], atol=1e-5)
 
 
-def test_foreign_token_ids_are_refused_with_advice(
+def test_token_ids_of_another_vocabulary_are_refused_with_advice(
     encoder_server: ServedEngine, client: openai.OpenAI
 ) -> None:
     with pytest.raises(openai.BadRequestError, match="check_embedding_ctx_length=False"):
@@ -137,21 +143,21 @@ def test_foreign_token_ids_are_refused_with_advice(
     np.testing.assert_allclose(vector, by_text["data"][0]["embedding"], atol=1e-6)
 
 
-def test_it_writes_no_text_and_says_so(client: openai.OpenAI) -> None:
+def test_an_encoder_model_refuses_chat_and_completions(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="embeddings"):
         client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "Hi"}])
     with pytest.raises(openai.BadRequestError, match="embeddings"):
         client.completions.create(model=MODEL, prompt="Once", max_tokens=2)
 
 
-def test_the_model_tells_what_it_can(client: openai.OpenAI) -> None:
+def test_model_entry_lists_the_capabilities_of_an_encoder(client: openai.OpenAI) -> None:
     entry = client.models.retrieve(MODEL)
     assert {"embeddings", "score"} <= set(entry.capabilities)
     assert not {"chat", "completions"} & set(entry.capabilities)
     assert entry.max_model_len == 256
 
 
-def test_no_process_loads_pytorch(encoder_server: ServedEngine) -> None:
+def test_no_process_of_an_encoder_server_loads_pytorch(encoder_server: ServedEngine) -> None:
     post(encoder_server, "/v1/embeddings", input=QUERY)
     server = psutil.Process(encoder_server.process.pid)
     for each in (server, *server.children(recursive=True)):

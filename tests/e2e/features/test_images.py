@@ -65,7 +65,7 @@ def test_an_answer_depends_on_the_image_and_its_prefix_is_cached(server: ServedE
     assert two.usage.prompt_tokens > num_prompt + 20
 
 
-def test_all_apis_give_the_same_answer(server: ServedEngine) -> None:
+def test_all_chat_apis_give_the_same_answer_about_an_image(server: ServedEngine) -> None:
     image = png(3)
     answer = ask(server, image).choices[0].message.content
     encoded = base64.b64encode(image).decode()
@@ -115,14 +115,14 @@ def test_a_hostile_image_is_refused(server: ServedEngine) -> None:
     assert refused.value.code == "invalid_image"
 
 
-def test_odd_images_are_read(server: ServedEngine) -> None:
+def test_images_of_extreme_aspect_ratios_are_answered(server: ServedEngine) -> None:
     """And after all of this, the engine lives."""
     for size in ((1, 1), (1, 5_000), (9_000, 1)):
         assert ask(server, png(6, *size)).usage.completion_tokens == NUM_NEW
     assert httpx.get(f"{server.url}/health").status_code == 200
 
 
-def test_images_on_the_web_are_not_fetched(server: ServedEngine) -> None:
+def test_image_urls_are_not_fetched_by_default(server: ServedEngine) -> None:
     url = "http://127.0.0.1:9/cat.png"
     shown = {"type": "image_url", "image_url": {"url": url}}
     body = {"model": server.model, "messages": [{"role": "user", "content": [shown]}]}
@@ -136,7 +136,7 @@ def chat(server: ServedEngine, content: Any, **fields: Any) -> httpx.Response:
     return httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120)
 
 
-def test_prompt_logprobs_of_a_prompt_with_an_image(server: ServedEngine) -> None:
+def test_prompt_logprobs_cover_every_token_of_a_prompt_with_an_image(server: ServedEngine) -> None:
     fields = {"max_tokens": 2, "temperature": 0, "prompt_logprobs": 1, "n": 2, "ignore_eos": True}
     answer = chat(server, parts(png(8)), **fields)
     assert answer.status_code == 200, answer.text

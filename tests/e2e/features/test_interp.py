@@ -57,7 +57,7 @@ def clients(folder: Path, default_model: Path) -> Iterator[tuple[Client, Client,
         yield one, two, served
 
 
-def test_what_is_read_over_http_says_where_it_is_from(clients: Any) -> None:
+def test_interp_results_over_http_name_site_and_positions(clients: Any) -> None:
     one, _, _ = clients
     sites = one.http.get("/v1/interp/sites").json()["data"]
     shapes = {each["name"]: each["shape"] for each in sites}
@@ -79,7 +79,7 @@ def test_what_is_read_over_http_says_where_it_is_from(clients: Any) -> None:
     assert told["attribution"]["total"] > 10
 
 
-def test_a_steered_chat_differs_and_its_neighbour_does_not(clients: Any) -> None:
+def test_steering_changes_one_chat_and_not_its_batch_neighbour(clients: Any) -> None:
     one, _, _ = clients
     vector = np.random.default_rng(0).normal(size=576).tolist()
     body = {
@@ -132,7 +132,9 @@ def test_large_results_are_fetched_by_their_owner(clients: Any) -> None:
         ("code", 400),
     ],
 )
-def test_bad_input_is_refused_with_a_sentence(clients: Any, interp: Any, status: int) -> None:
+def test_invalid_interp_requests_are_refused_with_an_explanation(
+    clients: Any, interp: Any, status: int
+) -> None:
     one, _, _ = clients
     answer = one.run(interp, PROMPT * 8)
     assert answer.status_code == status, answer.text
@@ -208,7 +210,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
 ANSWERED = ("same layers", "lens", "vectors", "large result")
 
 
-def test_no_size_of_a_request_ends_the_engine(plain: Any) -> None:
+def test_oversized_interp_requests_do_not_end_the_engine(plain: Any) -> None:
     http, served = plain
     pid = served.engine_pid()
     stored = {"capture": [{"site": SITE, "positions": [0]}], "store": True}

@@ -149,7 +149,7 @@ async def run(client: httpx.AsyncClient, **interp: Any) -> httpx.Response:
     return await client.post("/v1/interp/run", json={"prompt": PROMPT, "interp": interp})
 
 
-async def test_captures_and_edits_are_those_of_the_model(deployed: Any) -> None:
+async def test_captures_and_edits_in_front_of_vllm_equal_those_of_the_model(deployed: Any) -> None:
     vllm, client = deployed
     names = [each["name"] for each in (await client.get("/v1/interp/sites")).json()["data"]]
     assert len(names) == 8 and SITE in names
@@ -179,7 +179,9 @@ async def test_captures_and_edits_are_those_of_the_model(deployed: Any) -> None:
     assert again["interp"] == plain["interp"], "the hooks of an edited request stayed"
 
 
-async def test_a_probed_request_runs_alone(deployed: Any) -> None:
+async def test_an_interp_request_in_front_of_vllm_runs_without_other_requests(
+    deployed: Any,
+) -> None:
     vllm, client = deployed
     body = {"prompt": PROMPT, "max_tokens": 4}
     streaming = asyncio.create_task(client.post("/v1/completions", json=body | {"stream": True}))
@@ -208,7 +210,9 @@ async def test_a_probed_request_runs_alone(deployed: Any) -> None:
         ({"edit": [{"site": SITE, "op": "patch", "from": {"id": "x"}}]}, 404),
     ],
 )
-async def test_what_vllm_cannot_do_is_refused(deployed: Any, interp: Any, status: int) -> None:
+async def test_interp_features_that_vllm_lacks_are_refused(
+    deployed: Any, interp: Any, status: int
+) -> None:
     _, client = deployed
     answer = await run(client, **interp)
     assert answer.status_code == status, answer.text

@@ -28,7 +28,7 @@ def body_of(seed: int, model: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_hundred_requests_give_the_same_tokens(tmp_path: Path) -> None:
+def test_replaying_100_recorded_requests_gives_the_same_tokens(tmp_path: Path) -> None:
     env = {"LLM_ENGINE_REQUESTS__RECORD": "true", "LLM_ENGINE_STORAGE__PATH": str(tmp_path)}
     with serve("--batch-size", "8", env=env) as server:
         model = server.model

@@ -82,7 +82,9 @@ def test_conversations_continue_from_disk_after_a_restart(default_model, tmp_pat
         assert cached - 32 <= loaded["disk"] <= cached, "all but the template's first tokens"
 
 
-def test_another_replica_continues_from_the_shared_tier(default_model, tmp_path: Path) -> None:
+def test_another_replica_reuses_blocks_from_the_shared_disk_tier(
+    default_model, tmp_path: Path
+) -> None:
     (tmp_path / "kv").mkdir(mode=0o700)
     config = tmp_path / "engine.toml"
     config.write_text(TIER.format(folder=tmp_path) + REPLICAS.format(model=MODEL))

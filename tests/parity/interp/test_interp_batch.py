@@ -60,7 +60,7 @@ def steered(layer: int = 1, scale: float = 1.5, **span: Any) -> Edit:
     return Edit(site_name(layer, "resid_post"), "add", scale, (vector(layer),), Span(**span))
 
 
-def test_other_streams_keep_their_bits(saved: Any) -> None:
+def test_requests_beside_an_interp_request_keep_their_bits(saved: Any) -> None:
     engine = ProbedEngine(saved[1], "native", max_slots=32, max_seq_len=64)
     others = [
         request(f"{n}", tiny_models.text(5 + n % 17, n), num_new=8, logprobs=3) for n in range(31)
@@ -82,7 +82,7 @@ def test_other_streams_keep_their_bits(saved: Any) -> None:
         assert found[name].logprobs == answer.logprobs
 
 
-def test_an_edited_prefix_stays_among_its_own(saved: Any) -> None:
+def test_edited_prefixes_are_cached_apart_from_plain_ones(saved: Any) -> None:
     engine = ProbedEngine(saved[1], "native")
     prompt = tiny_models.text(60)
     plain = request("plain", prompt, num_new=4, logprobs=3)
@@ -133,9 +133,7 @@ def assert_same(found: Answer, expected: Answer, name: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_any_schedule_gives_the_captures_of_the_run_alone(
-    saved: Any, alone: ProbedEngine, seed: int
-) -> None:
+def test_captures_do_not_depend_on_the_schedule(saved: Any, alone: ProbedEngine, seed: int) -> None:
     """Chunked, preempted, cached and aborted: the pool holds about two of the sequences."""
     rng = Random(seed)
     engine = ProbedEngine(
@@ -193,7 +191,7 @@ def finished(engine: ProbedEngine, name: str) -> Answer:
 
 
 @pytest.mark.parametrize("has_cache", [False, True])
-def test_a_preempted_request_captures_what_an_undisturbed_one_does(
+def test_captures_of_a_preempted_request_equal_those_of_an_undisturbed_one(
     saved: Any, alone: ProbedEngine, has_cache: bool
 ) -> None:
     each = request("r", tiny_models.text(20), interp=everything(alone), num_new=9, logprobs=1)
@@ -212,7 +210,7 @@ def test_a_preempted_request_captures_what_an_undisturbed_one_does(
 
 @pytest.mark.parametrize("num_known", [1, 4, 8])
 @pytest.mark.parametrize("has_cache", [False, True])
-def test_a_revived_request_captures_what_an_undisturbed_one_does(
+def test_captures_of_a_revived_request_equal_those_of_an_undisturbed_one(
     saved: Any, alone: ProbedEngine, has_cache: bool, num_known: int
 ) -> None:
     """The tokens that an engine generated before it died are computed by the next one."""
@@ -289,9 +287,7 @@ def test_lens_attention_and_attribution_agree_with_the_model(saved: Any) -> None
     assert told["total"] == pytest.approx(float(logits[-1, 7]), abs=1e-4)
 
 
-def test_lens_and_attribution_of_an_adapter_are_those_of_its_logits(
-    saved: Any, tmp_path: Path
-) -> None:
+def test_lens_and_attribution_of_an_adapter_use_its_logits(saved: Any, tmp_path: Path) -> None:
     modules = {f"model.layers.{n}.self_attn.o_proj": (WIDTH, WIDTH) for n in range(3)}
     folder = peft_folder(tmp_path / "adapter", modules, std=0.3)
     engine = ProbedEngine(saved[1], "native")
@@ -334,7 +330,9 @@ def test_lens_and_attribution_of_an_adapter_are_those_of_its_logits(
         (InterpRequest(edits=(steered(scale=3e38),)), "INVALID_REQUEST"),
     ],
 )
-def test_a_bad_request_ends_alone(alone: ProbedEngine, interp: InterpRequest, code: str) -> None:
+def test_an_invalid_interp_request_fails_without_affecting_others(
+    alone: ProbedEngine, interp: InterpRequest, code: str
+) -> None:
     good = request("good", tiny_models.text(6), num_new=4, logprobs=1)
     expected = alone.run(good)["good"]
     found = alone.run(good, request("bad", tiny_models.text(6), interp=interp))

@@ -142,7 +142,7 @@ def earlier(engine: ProbedEngine) -> Result:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_no_shape_of_a_request_ends_the_engine(
+def test_random_hostile_interp_requests_do_not_end_the_engine(
     engine: ProbedEngine, store: VectorStore, earlier: Result, seed: int
 ) -> None:
     rng = Random(seed)
@@ -186,7 +186,7 @@ def test_no_shape_of_a_request_ends_the_engine(
     ],
     ids=["attention", "lens", "the same captures", "captures", "patch", "tuned"],
 )
-def test_each_part_of_a_request_is_counted_before_it_runs(
+def test_each_part_of_an_interp_request_is_size_checked_before_it_runs(
     engine: ProbedEngine, store: VectorStore, earlier: Result, raw: dict[str, Any]
 ) -> None:
     """The refusal says how large it would be, how large it may be, and which setting says so."""
@@ -210,7 +210,7 @@ def test_an_attribution_to_a_token_that_does_not_exist_is_refused(
     assert answer.error_code == "INVALID_REQUEST" and "Token ids" in str(answer.error)
 
 
-def test_the_rows_of_a_lens_are_bounded(engine: ProbedEngine, monkeypatch: Any) -> None:
+def test_the_number_of_logit_lens_rows_is_bounded(engine: ProbedEngine, monkeypatch: Any) -> None:
     """They cost the steps of other requests time, even if their result is small."""
     monkeypatch.setattr("engine.runtime.interp.sizes.MAX_LENS_ROWS", 3 * 40)
     lens = InterpRequest(lens=Lens((), 1))
@@ -219,7 +219,7 @@ def test_the_rows_of_a_lens_are_bounded(engine: ProbedEngine, monkeypatch: Any) 
         assert (answer.error_code or None) == code, answer.error
 
 
-def test_edits_that_break_the_numbers_are_the_clients_fault(engine: ProbedEngine) -> None:
+def test_edits_that_overflow_to_nonfinite_are_a_client_error(engine: ProbedEngine) -> None:
     edits = tuple(Edit(f"blocks.{n}.hook_resid_post", "scale", 1e30) for n in (0, 0, 1, 1, 2, 2))
     each = request("r", tiny_models.text(5), interp=InterpRequest(edits=edits))
     other = request("good", tiny_models.text(9), num_new=3, logprobs=1)
@@ -230,7 +230,7 @@ def test_edits_that_break_the_numbers_are_the_clients_fault(engine: ProbedEngine
     assert engine.run(other)["good"].logprobs == expected  # in the blocks that it had
 
 
-def test_a_result_may_take_longer_than_a_step(
+def test_an_interp_result_may_take_longer_than_a_step(
     engine: ProbedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine is not given up for a step that hangs while a gradient is computed."""
@@ -249,7 +249,7 @@ def test_a_result_may_take_longer_than_a_step(
     assert patience and set(patience) == {UNKNOWN_STEP_TIMEOUT_S}
 
 
-def test_a_row_with_many_taps_is_computed_in_parts(
+def test_a_row_with_many_taps_is_computed_in_chunks(
     engine: ProbedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a step takes for taps is bounded, and no value depends on it."""
@@ -263,7 +263,7 @@ def test_a_row_with_many_taps_is_computed_in_parts(
         np.testing.assert_array_equal(found.captured[site], values, err_msg=site)
 
 
-def test_a_large_result_comes_in_pieces(
+def test_a_large_interp_result_is_sent_in_pieces(
     engine: ProbedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.runtime.interp.reports.PIECE_BYTES", 5000)
@@ -277,7 +277,7 @@ def test_a_large_result_comes_in_pieces(
     assert set(found.captured) == set(sites)
 
 
-def test_what_waits_for_its_results_counts_for_its_tenant(
+def test_held_interp_results_count_towards_their_tenants_limit(
     engine: ProbedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt, steps = tiny_models.text(30), "engine.runtime.interp.steps"
@@ -301,7 +301,7 @@ def test_what_waits_for_its_results_counts_for_its_tenant(
     assert found["first"].error is None and found["third"].error is None
 
 
-def test_captures_for_which_no_memory_is_free_are_refused(
+def test_captures_that_do_not_fit_in_memory_are_refused(
     engine: ProbedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     each = request("r", tiny_models.text(30), sites=(SITE,))
@@ -312,7 +312,7 @@ def test_captures_for_which_no_memory_is_free_are_refused(
         assert (engine.run(each)["r"].error_code or "") == code
 
 
-def test_a_small_result_does_not_wait_for_the_large_ones_of_another_tenant(
+def test_small_interp_results_do_not_wait_for_another_tenants_large_ones(
     engine: ProbedEngine,
 ) -> None:
     engine.channel.answers.clear()
@@ -328,7 +328,7 @@ def test_a_small_result_does_not_wait_for_the_large_ones_of_another_tenant(
     assert ends[0] == "small" and len(ends) == 5
 
 
-def test_a_result_is_not_made_beyond_the_time_of_its_request(engine: ProbedEngine) -> None:
+def test_interp_results_are_not_computed_after_the_request_deadline(engine: ProbedEngine) -> None:
     each = request("late", tiny_models.text(5), sites=(SITE,), timeout_s=0.0)
     assert engine.run(each)["late"].error_code == "TIMEOUT"
     reports, seq = Reports(), SimpleNamespace(tenant="", request_id="r", choice=0, deadline=1.0)

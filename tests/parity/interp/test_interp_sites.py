@@ -50,7 +50,7 @@ def pair(request: pytest.FixtureRequest, saved: Any) -> Iterator[tuple[Any, Prob
     engine.close()
 
 
-def test_every_site_equals_forward_hooks(pair: tuple[Any, ProbedEngine]) -> None:
+def test_captures_at_every_site_equal_forward_hooks(pair: tuple[Any, ProbedEngine]) -> None:
     theirs, engine = pair
     hooked = Hooked(theirs)
     hooked.run(TOKENS)

@@ -92,7 +92,9 @@ def paged(lengths, counts, tile, block_size, scoring, per_head):
         ((1, 1, 1, 1, 1), 1, 16, Scoring(0.25), PerHead()),
     ],
 )
-def test_kernels_equal_plain_attention(name, counts, tile, block_size, scoring, per_head) -> None:
+def test_attention_kernels_equal_plain_attention(
+    name, counts, tile, block_size, scoring, per_head
+) -> None:
     """Later chunks, whole prompts and single queries in one step, with contexts of two chunks."""
     q, cache, work, expected = paged(
         (40, 5, 17, 1, 200), counts, tile, block_size, scoring, per_head
@@ -125,12 +127,12 @@ def prompts() -> list[list[int]]:
     "name",
     tiny_models.quick_first(("gpt2", "gpt_oss"), without=(*BY_LENGTH, *tiny_models.HYBRIDS)),
 )
-def test_mixed_batches_give_what_transformers_gives(name: str, tmp_path: Path) -> None:
+def test_mixed_batches_generate_the_same_ids_as_transformers(name: str, tmp_path: Path) -> None:
     model, path = tiny_models.save(name, tmp_path)
     assert jax_generation.generate(path, "cpu", prompts(), NUM_NEW) == expected_ids(model)
 
 
-def test_no_step_copies_the_cache(tmp_path: Path) -> None:
+def test_no_step_copies_the_kv_cache(tmp_path: Path) -> None:
     """A lone row, several, and a prompt: each program writes a donated cache where it lies."""
     _, path = tiny_models.save("gpt2", tmp_path)
     runner = build_runner(open_model(path), replace(CONFIG, block_size=16))
@@ -151,7 +153,9 @@ def test_no_step_copies_the_cache(tmp_path: Path) -> None:
         assert not re.search(rf"= f32\[{shape}\]\S* copy\(", text), counts
 
 
-def test_four_devices_give_what_transformers_gives(tmp_path: Path) -> None:
+def test_tensor_parallelism_on_four_devices_generates_the_same_ids_as_transformers(
+    tmp_path: Path,
+) -> None:
     """In a process of its own: how many devices a CPU pretends to be is said before JAX begins."""
     model, path = tiny_models.save("llama-four-ways", tmp_path)
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"

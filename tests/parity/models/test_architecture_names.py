@@ -76,7 +76,9 @@ UNLISTED = ("experts.", "block_sparse_moe.", "shared_mlp.", "in_proj_qkvz.")
     ("name", "shard_size"),
     [*((name, "5GB") for name in tiny_models.ALL), ("gpt2", "40KB"), ("qwen3_moe", "40KB")],
 )
-def test_what_transformers_saves_opens(tmp_path: Path, name: str, shard_size: str) -> None:
+def test_checkpoints_saved_by_transformers_open_with_equal_weights(
+    tmp_path: Path, name: str, shard_size: str
+) -> None:
     """All tensors of the file, down to the values; its config spelling, its sharding, its index."""
     tiny_models.make(name).save_pretrained(tmp_path, max_shard_size=shard_size)
     theirs: Arrays = {}
@@ -114,7 +116,9 @@ def _stored(source: ModelSource) -> Arrays:
 
 
 @pytest.mark.parametrize("kind", ["Gemma3", "Mistral3"])
-def test_the_text_model_of_one_that_reads_images(kind: str, tmp_path: Path) -> None:
+def test_the_text_model_of_a_vision_language_checkpoint_is_loaded(
+    kind: str, tmp_path: Path
+) -> None:
     """It is the text model, with other names."""
     name = {"Gemma3": "gemma3", "Mistral3": "mistral-window"}[kind]
     text = tiny_models.make(name)
@@ -139,7 +143,7 @@ def test_the_text_model_of_one_that_reads_images(kind: str, tmp_path: Path) -> N
         assert np.array_equal(both.weights[name].numpy(), weight.numpy()), name
 
 
-def test_every_other_architecture_is_refused_by_name() -> None:
+def test_unsupported_transformers_architectures_are_refused_by_name() -> None:
     """In one line that says what would run it."""
     for name in gguf.MODEL_ARCH_NAMES.values():
         if find_gguf(name) is None:
@@ -178,7 +182,7 @@ def _with_wqkv(stored: Arrays, config: hf.LlamaConfig) -> Arrays:
 
 
 @pytest.mark.parametrize("family", REMOTE)
-def test_families_with_code_of_their_own(family: str, tmp_path: Path) -> None:
+def test_families_with_remote_code_load_as_llama_weights(family: str, tmp_path: Path) -> None:
     """They are Llamas under other names, so the same weights must come out."""
     theirs, path = tiny_models.save("llama", tmp_path)
     stored = load_file(path / "model.safetensors")
@@ -217,7 +221,7 @@ def test_families_with_code_of_their_own(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", [n for n in tiny_models.ALL if n not in ("qwen3_moe-dense", "qwen3_next-dense")]
 )
-def test_gguf_names_are_those_of_the_package(tmp_path: Path, name: str) -> None:
+def test_gguf_tensor_names_equal_those_of_the_gguf_package(tmp_path: Path, name: str) -> None:
     """The package lists the tensors of each architecture, and maps Hugging Face's names to them."""
     _, path = tiny_models.save(name, tmp_path)
     source = open_model(path)
@@ -243,7 +247,7 @@ HOSTILE = [None, True, -1, 0, 3, 2**40, 1e308, "x", [{}], {"a": {}}]
 
 
 @pytest.mark.parametrize("name", [name for name in tiny_models.ALL if "-" not in name])
-def test_hostile_settings_are_read_or_refused(name: str) -> None:
+def test_hostile_config_values_are_read_or_refused(name: str) -> None:
     """One key at a time, in both formats: never another error, and never much memory or time."""
     with torch.device("meta"):
         model = tiny_models.ALL[name]()

@@ -99,7 +99,9 @@ UNSAID = {
 
 
 @pytest.mark.parametrize("name", [n for n in tiny_models.ALL if n not in UNSAID])
-def test_gguf_has_the_same_model(name: str, tmp_path: Path, vocabulary: None) -> None:
+def test_a_gguf_converted_from_safetensors_has_identical_settings_and_weights(
+    name: str, tmp_path: Path, vocabulary: None
+) -> None:
     """The same settings and the same weights, bit for bit, whatever the file's layout."""
     _, path = tiny_models.save(name, tmp_path)
     tokenizer_files.write_directory(path)
@@ -113,7 +115,9 @@ def test_gguf_has_the_same_model(name: str, tmp_path: Path, vocabulary: None) ->
 
 
 @pytest.mark.parametrize("name", UNSAID)
-def test_what_gguf_cannot_say_is_refused(name: str, tmp_path: Path, vocabulary: None) -> None:
+def test_models_that_gguf_cannot_express_are_refused(
+    name: str, tmp_path: Path, vocabulary: None
+) -> None:
     _, path = tiny_models.save(name, tmp_path)
     tokenizer_files.write_directory(path)
     with pytest.raises(ModelFormatError, match=UNSAID[name]):
@@ -121,7 +125,7 @@ def test_what_gguf_cannot_say_is_refused(name: str, tmp_path: Path, vocabulary: 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_transformers_computes_the_same_from_what_came_back(
+def test_a_model_converted_to_gguf_and_back_gives_the_same_logits_in_transformers(
     name: str, tmp_path: Path, vocabulary: None
 ) -> None:
     theirs, path = tiny_models.save(name, tmp_path)
@@ -151,7 +155,7 @@ def test_transformers_computes_the_same_from_what_came_back(
 # rounded to four bits before, and those of a small model do not take that lightly.
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "most"), [("Q8_0", 0.02), ("Q4_K", 0.08), ("Q4_0", 0.3)])
-def test_quantizing_the_default_model_costs_little(
+def test_quantizing_the_default_model_raises_perplexity_little(
     dtype: str, most: float, default_model: Path, tmp_path: Path
 ) -> None:
     convert(default_model, tmp_path / "model.gguf", dtype=dtype)

@@ -155,7 +155,9 @@ def test_vectors_equal_hugging_face(tiny: Any, framework: str) -> None:
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_vectors_of_the_last_token_and_of_any_length(tmp_path: Path, framework: str) -> None:
+def test_last_token_pooling_without_normalization_equals_hugging_face(
+    tmp_path: Path, framework: str
+) -> None:
     theirs = saved(ENCODERS["bert"], tmp_path)
     source = pooled(open_model(tmp_path), pooling="last", normalizes=False)
     for ids, vector in zip(texts(), opened(framework, source).encode(texts()), strict=True):
@@ -189,7 +191,7 @@ def test_scores_equal_hugging_face(tmp_path: Path, name: str, framework: str) ->
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_a_row_does_not_depend_on_its_neighbours(
+def test_a_text_embedding_does_not_depend_on_the_other_texts_of_its_batch(
     tiny: Any, framework: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the native kernels, it does not change by a bit."""
@@ -206,7 +208,7 @@ def test_a_row_does_not_depend_on_its_neighbours(
     np.testing.assert_allclose(mixed, together[shuffled], **exact)
 
 
-def test_a_text_that_is_not_finite_harms_no_other(tmp_path: Path) -> None:
+def test_nan_in_one_text_does_not_affect_later_texts(tmp_path: Path) -> None:
     """Its keys and values must not stay in the blocks that the next texts use."""
     model = saved(ENCODERS["bert"], tmp_path)
     with torch.no_grad():
@@ -222,7 +224,7 @@ def test_a_text_that_is_not_finite_harms_no_other(tmp_path: Path) -> None:
     np.testing.assert_array_equal(encoder.encode(clean[1:]), expected[1:])
 
 
-def test_the_plan_computes_what_the_graph_says(tiny: Any) -> None:
+def test_the_encoders_plan_equals_its_graph(tiny: Any) -> None:
     _, path = tiny
     source = open_model(path)
     config = source.config
@@ -271,7 +273,7 @@ def test_the_plan_computes_what_the_graph_says(tiny: Any) -> None:
         ("cross", {"sentence_transformers": {"activation_fn": "os.system"}}, "activation_fn"),
     ],
 )
-def test_what_an_encoder_here_is_not(
+def test_unsupported_encoder_settings_are_refused(
     tmp_path: Path, name: str, change: dict[str, Any], message: str
 ) -> None:
     saved(CROSS_ENCODERS["modernbert"] if name == "cross" else ENCODERS[name], tmp_path)
@@ -281,7 +283,7 @@ def test_what_an_encoder_here_is_not(
         open_model(tmp_path)
 
 
-def test_the_hub_names_of_nomic_bert_and_modernbert(tmp_path: Path) -> None:
+def test_hub_spellings_of_nomic_bert_and_modernbert_are_read(tmp_path: Path) -> None:
     """Files on the hub are older than the models in Transformers and have other keys."""
     saved(ENCODERS["nomic_bert"], tmp_path / "nomic")
     hub = {
@@ -322,7 +324,7 @@ def test_the_hub_names_of_nomic_bert_and_modernbert(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["bert", "nomic_bert"])
-def test_gguf_and_safetensors_of_the_same_weights_are_equal(tmp_path: Path, name: str) -> None:
+def test_a_gguf_encoder_equals_its_safetensors_original(tmp_path: Path, name: str) -> None:
     saved(ENCODERS[name], tmp_path / "hf")
     source = open_model(tmp_path / "hf")
     family, parts = architecture(source.config.family), {}
@@ -345,7 +347,7 @@ def test_gguf_and_safetensors_of_the_same_weights_are_equal(tmp_path: Path, name
             open_model(tmp_path / "other.gguf")
 
 
-def test_groups_bound_padding_and_lose_nobody() -> None:
+def test_padding_groups_contain_every_text_and_stay_within_max_tokens() -> None:
     lengths = [9, 1, 400, 30, 30, 2, 31, 1]
     made = list(groups(lengths, max_tokens=100))
     assert sorted(row for group in made for row in group) == list(range(len(lengths)))

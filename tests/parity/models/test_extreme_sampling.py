@@ -21,7 +21,9 @@ AS_GOOD_AS_GREEDY = {
 
 
 @pytest.mark.parametrize("framework", ["native", "torch", "jax", "tinygrad"])
-def test_next_to_nothing_is_the_likeliest_token(framework: str, tmp_path: Path) -> None:
+def test_near_zero_temperature_top_p_and_top_k_are_greedy_on_every_framework(
+    framework: str, tmp_path: Path
+) -> None:
     tiny_models.make("llama", num_hidden_layers=1).save_pretrained(tmp_path)
     options = EngineOptions(
         model_path=str(tmp_path), framework=framework, dtype="float32", max_slots=8, max_seq_len=64

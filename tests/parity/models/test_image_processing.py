@@ -120,7 +120,9 @@ def _bytes(image: np.ndarray) -> bytes:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_tiles_and_tokens_equal_those_of_the_processor(both: Any, size: tuple[int, int]) -> None:
+def test_image_tiles_and_tokens_equal_the_transformers_processor(
+    both: Any, size: tuple[int, int]
+) -> None:
     text, processor = both
     one, two = picture(*size), picture(40, 60)
     ours = prepared(
@@ -158,7 +160,9 @@ def test_tiles_and_tokens_equal_those_of_the_processor(both: Any, size: tuple[in
 @pytest.mark.parametrize(
     "mode,kind", [("RGBA", "PNG"), ("P", "GIF"), ("L", "PNG"), ("CMYK", "JPEG")]
 )
-def test_other_modes_are_converted_as_the_processor_does(both: Any, mode: str, kind: str) -> None:
+def test_image_modes_are_converted_like_the_transformers_processor(
+    both: Any, mode: str, kind: str
+) -> None:
     text, processor = both
     data = picture(SIDE, SIDE, mode, kind)
     ours = prepared(text, {"role": "user", "content": IMAGE_MARK, "images": [data]})

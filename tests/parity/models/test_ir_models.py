@@ -76,7 +76,7 @@ def test_graph_and_plan_equal_hugging_face(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope.kind)
-def test_rotary_tables_equal_those_of_torch(rope: RopeConfig) -> None:
+def test_rotary_tables_equal_torch(rope: RopeConfig) -> None:
     length = 300
     rng = np.random.default_rng(0)
     factors = rng.uniform(1, 8, rope.dim // 2).astype(np.float32)
@@ -92,6 +92,6 @@ def test_rotary_tables_equal_those_of_torch(rope: RopeConfig) -> None:
     np.testing.assert_allclose(sines, rotation.sin[:, 0, 1].numpy(), atol=1e-4)
 
 
-def test_missing_factors_are_named() -> None:
+def test_missing_rope_factors_are_named() -> None:
     with pytest.raises(ModelFormatError, match="'rope.factors' weight of 16 values"):
         rotary.rotary_tables(RopeConfig(10000.0, 32, "factors"), 10)

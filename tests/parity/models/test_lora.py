@@ -120,7 +120,7 @@ def logits_of(
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_any_mix_of_rows_equals_peft(framework: str, tuned: Tuned) -> None:
+def test_rows_with_mixed_lora_adapters_equal_peft(framework: str, tuned: Tuned) -> None:
     runner = runner_for(framework, tuned.source, tuned.adapters)
     driver = RunnerDriver(runner)
     places = [0, 1, 1, 2, 3]
@@ -138,7 +138,7 @@ def test_any_mix_of_rows_equals_peft(framework: str, tuned: Tuned) -> None:
     runner.close()
 
 
-def test_native_rows_keep_their_bits_beside_adapters(tuned: Tuned) -> None:
+def test_native_rows_without_adapters_keep_their_bits_beside_adapters(tuned: Tuned) -> None:
     """A row's result is the same alone, beside other adapters, and in a runner without any."""
     plain = runner_for("native", tuned.source, [])
     runner = runner_for("native", tuned.source, tuned.adapters)

@@ -112,12 +112,12 @@ def page() -> str:
         "tinygrad": test_tinygrad_models.test_every_layer_and_the_logits_equal_hugging_face,
     }
     loops = {
-        "native": test_native_loop.test_every_schedule_gives_what_transformers_gives,
-        "torch": test_torch_loop.test_every_schedule_gives_what_transformers_gives,
-        "jax": test_jax_paged.test_mixed_batches_give_what_transformers_gives,
-        "tinygrad": test_tinygrad_paged.test_mixed_batches_give_what_transformers_gives,
+        "native": test_native_loop.test_every_schedule_generates_the_same_ids_as_transformers,
+        "torch": test_torch_loop.test_every_schedule_generates_the_same_ids_as_transformers,
+        "jax": test_jax_paged.test_mixed_batches_generate_the_same_ids_as_transformers,
+        "tinygrad": test_tinygrad_paged.test_mixed_batches_generate_the_same_ids_as_transformers,
     }
-    gguf = test_convert.test_gguf_has_the_same_model
+    gguf = test_convert.test_a_gguf_converted_from_safetensors_has_identical_settings_and_weights
     with torch.device("meta"):
         kinds = {name: type(model()).__name__ for name, model in ALL.items()}
 
@@ -188,7 +188,7 @@ def encoders() -> str:
     return ENCODER_TEXT + "\n".join(rows) + "\n"
 
 
-def test_the_page_says_what_the_tests_prove() -> None:
+def test_docs_models_page_matches_the_parity_tests() -> None:
     assert page() == PAGE.read_text(), "run `python -m tests.parity.models.test_models_page`"
 
 

@@ -74,7 +74,7 @@ class Windowed(OfFramework):
     model = "ministral"
     num_window_blocks = 18
     # Windows make no difference to samplers.
-    test_llama_cpps_samplers_are_the_references = None
+    test_llama_cpp_sampler_chains_equal_the_reference = None
 
 
 class TestNative(OfFramework):

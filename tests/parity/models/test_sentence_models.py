@@ -42,7 +42,7 @@ def tokenizers(minilm: Path) -> tuple[Tokenizer, Any]:
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_real_vectors_equal_those_of_hugging_face(
+def test_minilm_embeddings_equal_hugging_face(
     minilm: Path, tokenizers: Any, framework: str
 ) -> None:
     """What sentence-transformers does: the mean of the tokens, at unit length."""
@@ -61,13 +61,13 @@ def test_real_vectors_equal_those_of_hugging_face(
         np.testing.assert_allclose(vector, (mean / mean.norm()).numpy(), atol=1e-4)
 
 
-def test_word_pieces_equal_those_of_hugging_face(tokenizers: Any) -> None:
+def test_word_piece_tokenization_equals_hugging_face(tokenizers: Any) -> None:
     ours, theirs = tokenizers
     for text in TEXTS:
         assert ours.encode_prompt(text) == theirs(text)["input_ids"], text
 
 
-def test_word_pieces_of_any_unicode(tokenizers: Any) -> None:
+def test_word_piece_tokenization_of_random_unicode_equals_hugging_face(tokenizers: Any) -> None:
     ours, theirs = tokenizers
 
     @settings(max_examples=300, deadline=None)
@@ -82,14 +82,14 @@ def test_word_pieces_of_any_unicode(tokenizers: Any) -> None:
     check()
 
 
-def test_control_tokens_in_a_text_are_text(tokenizers: Any) -> None:
+def test_control_tokens_in_encoder_inputs_are_text(tokenizers: Any) -> None:
     ours, _ = tokenizers
     ids = ours.encode_prompt("[CLS] hello [SEP]")
     assert (ids[0], ids[-1]) == (101, 102) and not {101, 102} & set(ids[1:-1])
     assert ours.decode(ids) == "[ cls ] hello [ sep ]"
 
 
-def test_pairs_are_joined_as_hugging_face_joins_them(tokenizers: Any) -> None:
+def test_text_pairs_are_encoded_like_hugging_face(tokenizers: Any) -> None:
     ours, theirs = tokenizers
     for first, second in zip(TEXTS[::9], TEXTS[5::9], strict=False):
         expected = theirs(first, second, split_special_tokens=True)
@@ -196,7 +196,7 @@ def write_all(path: Path, files: dict[str, Any]) -> None:
         (path / name).write_text(json.dumps(content))
 
 
-async def test_a_decoder_that_was_trained_for_embeddings(tmp_path: Path) -> None:
+async def test_a_decoder_embedding_model_is_served(tmp_path: Path) -> None:
     model, tokenizer = qwen3(tmp_path, tied=True)
     write_all(tmp_path, SENTENCE)
     backend = await started(tmp_path)
@@ -220,7 +220,9 @@ async def test_a_decoder_that_was_trained_for_embeddings(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("tied", [True, False])
-async def test_a_decoder_that_was_trained_to_rank(tmp_path: Path, tied: bool) -> None:
+async def test_a_decoder_reranker_scores_with_the_probability_of_yes(
+    tmp_path: Path, tied: bool
+) -> None:
     """As the model card of Qwen3-Reranker computes the probability of "yes"."""
     path = tmp_path / "Tiny-Qwen3-Reranker"
     model, tokenizer = qwen3(path, tied)
@@ -271,7 +273,7 @@ async def test_a_decoder_that_was_trained_to_rank(tmp_path: Path, tied: bool) ->
         ),
     ],
 )
-def test_files_of_decoders_that_are_refused(
+def test_unsupported_pooling_files_of_decoders_are_refused(
     tmp_path: Path, files: dict[str, Any], message: str
 ) -> None:
     qwen3(tmp_path, tied=True)

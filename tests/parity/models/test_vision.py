@@ -155,7 +155,7 @@ class Run:
         ]
 
 
-def test_the_encoder_computes_what_transformers_does(tiny: Any) -> None:
+def test_the_image_encoder_equals_transformers(tiny: Any) -> None:
     model, path = tiny
     source, pixels = open_model(path), tiny_vision.picture(3)
     config = RunnerConfig("cpu", "float32", 4, 8, 1, 128, 1)
@@ -172,7 +172,7 @@ def test_the_encoder_computes_what_transformers_does(tiny: Any) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_generations_equal_those_of_transformers(
+def test_generations_with_images_equal_transformers(
     tiny: Any, expected: list[list[int]], schedule: str
 ) -> None:
     model, path = tiny
@@ -188,7 +188,7 @@ def test_generations_equal_those_of_transformers(
             assert run.scheduler.num_preemptions > 0
 
 
-def test_a_cached_image_is_found_by_its_content(tiny: Any) -> None:
+def test_a_cached_image_prefix_is_found_by_the_images_content(tiny: Any) -> None:
     """The tokens of all images are the same, so only their content can tell them apart."""
     model, path = tiny
     run = Run(path, num_blocks=400, max_slots=4, budget=64)
@@ -207,7 +207,7 @@ def test_a_cached_image_is_found_by_its_content(tiny: Any) -> None:
     assert run.images.num_encoded == 2
 
 
-def test_a_config_without_a_part_for_the_text_model(tmp_path: Path) -> None:
+def test_a_vision_config_with_text_settings_at_the_top_level_is_read(tmp_path: Path) -> None:
     """The files that Qwen published have all settings of the text model at the top."""
     _, path = tiny_vision.save("qwen2_5_vl", tmp_path)
     before = open_model(path)
@@ -263,7 +263,7 @@ def write_mmproj(path: Path, model: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["smolvlm", "gemma3"])
-def test_a_gguf_model_finds_its_encoder_beside_it(name: str, tmp_path: Path) -> None:
+def test_a_gguf_model_finds_its_mmproj_file_in_the_same_folder(name: str, tmp_path: Path) -> None:
     model, folder = tiny_vision.servable(name, tmp_path)
     path = tmp_path / "gguf" / "model.gguf"
     path.parent.mkdir()
@@ -286,7 +286,7 @@ def test_a_gguf_model_finds_its_encoder_beside_it(name: str, tmp_path: Path) -> 
     assert open_model(path).config.vision is None
 
 
-def test_an_encoder_of_another_model_is_left_alone(tmp_path: Path) -> None:
+def test_the_mmproj_file_of_another_model_is_ignored(tmp_path: Path) -> None:
     _, folder = tiny_vision.servable("smolvlm", tmp_path)
     other, _ = tiny_vision.save("gemma3", tmp_path)
     path = tmp_path / "model.gguf"
@@ -296,7 +296,7 @@ def test_an_encoder_of_another_model_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_prompt_logprobs_beside_images_equal_those_of_transformers(
+def test_prompt_logprobs_beside_images_equal_transformers(
     tiny: Any, expected: list[list[int]], schedule: str
 ) -> None:
     """Tokens of images count as the token that stands for them in the prompt, as in vLLM."""
@@ -328,7 +328,7 @@ def test_prompt_logprobs_beside_images_equal_those_of_transformers(
 
 
 @pytest.mark.parametrize("tiny", ["gemma3"], indirect=True)
-def test_an_image_that_one_step_computes_may_have_more_tokens_than_a_step_scores(
+def test_an_image_may_have_more_tokens_than_one_step_scores(
     tiny: Any, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (prompt_logprobs, native_build):

@@ -76,7 +76,7 @@ def generated(model, prompt: list[int], count: int = LONG) -> list[int]:
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_long_answers_and_hits_after_the_window_moved_on(
+def test_windowed_layers_equal_transformers_for_long_answers_and_cache_hits(
     name: str, framework: str, tmp_path: Path
 ) -> None:
     model, path = tiny_models.save(name, tmp_path)
@@ -96,7 +96,9 @@ def test_long_answers_and_hits_after_the_window_moved_on(
 
 
 @pytest.mark.parametrize("framework", [*FRAMEWORKS, "jax"])
-def test_the_memory_plan_reaches_runner_and_scheduler(framework: str, tmp_path: Path) -> None:
+def test_the_windowed_memory_plan_reaches_runner_and_scheduler(
+    framework: str, tmp_path: Path
+) -> None:
     _, path = tiny_models.save("gemma3", tmp_path)
     options = EngineOptions(
         model_path=str(path), framework=framework, device="cpu", max_slots=4, max_batch_tokens=16
@@ -109,7 +111,7 @@ def test_the_memory_plan_reaches_runner_and_scheduler(framework: str, tmp_path: 
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_a_step_that_fails_is_repeated_with_its_window(framework: str, tmp_path: Path) -> None:
+def test_a_failed_step_is_repeated_with_its_windowed_blocks(framework: str, tmp_path: Path) -> None:
     model, path = tiny_models.save("gemma3", tmp_path)
     engine = bench(framework, path)
     text = tiny_models.text(30, 0)
@@ -123,7 +125,7 @@ def test_a_step_that_fails_is_repeated_with_its_window(framework: str, tmp_path:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_schedule_gives_what_transformers_gives(
+def test_every_schedule_generates_the_same_ids_as_transformers(
     name: str, device: str, tmp_path: Path
 ) -> None:
     model, path = tiny_models.save(name, tmp_path)

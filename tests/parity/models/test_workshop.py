@@ -54,13 +54,15 @@ def matrix() -> list:
     ]
 
 
-def test_the_matrix_has_every_framework() -> None:
+def test_all_frameworks_are_importable_for_the_comparison() -> None:
     here, missing = frameworks()
     assert set(here) == set(FRAMEWORKS), missing
 
 
 @pytest.mark.parametrize(("family", "framework"), matrix())
-def test_every_layer_is_that_of_transformers(family: str, framework: str, tmp_path: Path) -> None:
+def test_every_layer_of_every_framework_equals_transformers(
+    family: str, framework: str, tmp_path: Path
+) -> None:
     model = save_tiny(family, tmp_path, num_layers=2)
     report = test_gpt2_equivalence.compare(family, model, tmp_path, IDS, [framework])
     found = report.found[framework]
@@ -81,7 +83,9 @@ def test_the_first_diverging_layer_is_named(tmp_path: Path) -> None:
     assert not report.agrees
 
 
-def test_the_table_and_the_exit_code_tell(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_comparison_prints_a_table_and_exits_0_if_frameworks_agree(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit) as ended:
         test_gpt2_equivalence.main(["--length", "6", "--frameworks", "native", "torch"])
     assert ended.value.code == 0
@@ -90,7 +94,7 @@ def test_the_table_and_the_exit_code_tell(capsys: pytest.CaptureFixture[str]) ->
     assert any(line.startswith("served.logprobs") for line in lines)
 
 
-def test_a_cut_model_is_not_taken_for_the_whole(tmp_path: Path) -> None:
+def test_a_model_cut_to_its_first_layers_is_not_cached_as_the_whole_model(tmp_path: Path) -> None:
     save_tiny("llama", tmp_path)
     source = open_model(tmp_path)
     part = first_layers(source, 1)
@@ -104,7 +108,7 @@ def test_a_cut_model_is_not_taken_for_the_whole(tmp_path: Path) -> None:
     assert np.array_equal(whole["served.layers.0"], alone["served.layers.0"])
 
 
-def test_single_file_gpt2_computes_what_transformers_does(tmp_path: Path) -> None:
+def test_single_file_gpt2_logits_equal_transformers(tmp_path: Path) -> None:
     theirs = save_tiny("gpt2", tmp_path)
     model = single_file_gpt2.load(tmp_path)
     model.forward(IDS[:3])
@@ -124,7 +128,7 @@ def test_single_file_gpt2_computes_what_transformers_does(tmp_path: Path) -> Non
     assert found[0, len(IDS) :].tolist() == greedy
 
 
-def test_single_file_gpt2_cuts_and_merges_as_the_library_does(tmp_path: Path) -> None:
+def test_single_file_gpt2_tokenizes_like_the_library(tmp_path: Path) -> None:
     engine = tokenizer_files.byte_level_engine()
     engine.model.save(str(tmp_path))
     ours = single_file_gpt2.Tokenizer.load(tmp_path)
@@ -135,7 +139,7 @@ def test_single_file_gpt2_cuts_and_merges_as_the_library_does(tmp_path: Path) ->
         assert ours.decode(ids).decode() == text
 
 
-def test_single_file_llama_tells_what_the_engine_tells(tmp_path: Path) -> None:
+def test_single_file_llama_generates_the_same_text_as_the_engine(tmp_path: Path) -> None:
     write_llama2c(tmp_path / "c", tied=False)
     path = tmp_path / "c" / "model.bin"
     source = open_source(path)
@@ -166,14 +170,16 @@ def test_scripts_run_as_files_and_as_commands(tmp_path: Path) -> None:
     assert all((FOLDER / f"{name}.py").is_file() for name in SCRIPTS)
 
 
-def test_single_files_stay_readable() -> None:
+def test_single_file_scripts_stay_short() -> None:
     for name in ("single_file_gpt2", "single_file_llama"):
         lines = (FOLDER / f"{name}.py").read_text(encoding="utf-8").splitlines()
         assert len(lines) < 260
         assert not any("import engine" in line or "from engine" in line for line in lines)
 
 
-def test_layers_are_timed_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_benchmark_layers_prints_times_and_draws_a_plot(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     sizes = ["--hidden", "64", "--vocab", "64", "--tokens", "2", "5", "--repeats", "2"]
     only = ["--frameworks", "torch", "--json", "--plot", str(tmp_path / "layers.png")]
     benchmark_layers.main([*sizes, *only])
@@ -184,7 +190,7 @@ def test_layers_are_timed_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert (tmp_path / "layers.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_profile_is_a_page_and_a_trace(tmp_path: Path) -> None:
+def test_profile_inference_writes_a_page_and_a_trace(tmp_path: Path) -> None:
     sizes = ["--prompt-tokens", "6", "--tokens", "3", "--output", str(tmp_path)]
     profile_inference.main([*sizes, "--frameworks", "native"])
     page = (tmp_path / "index.html").read_text()
@@ -194,7 +200,7 @@ def test_a_profile_is_a_page_and_a_trace(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_who_has_no_profile_says_so_and_the_others_go_on(
+def test_profile_inference_skips_frameworks_without_a_profiler(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sizes = ["--prompt-tokens", "6", "--tokens", "3", "--output", str(tmp_path)]

@@ -52,7 +52,7 @@ def source(default_model: Path) -> Iterator[ModelSource]:
 @pytest.mark.slow
 @pytest.mark.parametrize("isa", kernels().instruction_sets()[1:])  # the first one is portable
 @pytest.mark.parametrize("numerics", ALL_NUMERICS, ids=lambda each: each.label)
-def test_perplexity_is_the_recorded_one_and_llama_cpps(
+def test_perplexity_equals_the_recorded_value_and_llama_cpps(
     source: ModelSource, numerics: Numerics, isa: str
 ) -> None:
     alike = DEFAULT if numerics is FAST and not kernels().has_per_channel(isa) else numerics
@@ -63,7 +63,7 @@ def test_perplexity_is_the_recorded_one_and_llama_cpps(
     assert found == pytest.approx(OF_LLAMA_CPP, rel=0.005)
 
 
-def test_passages_end_before_a_word_that_they_contain() -> None:
+def test_last_word_passages_end_before_a_word_of_their_context() -> None:
     text = read_text()
     found = passages(text)
     assert len(found) == 1176
@@ -74,7 +74,7 @@ def test_passages_end_before_a_word_that_they_contain() -> None:
     assert all(len(window) == WINDOW for window in windows(list(range(WINDOW * WINDOWS))))
 
 
-def test_the_verdict_counts_half_a_percent_either_way() -> None:
+def test_accuracy_verdict_tolerates_half_a_percent_either_way() -> None:
     def figures(perplexity: float, found: int) -> Figures:
         answers = [[1]] * 1000
         return Figures("it", perplexity, Words([[1]] * found + [[2]] * (1000 - found), answers))

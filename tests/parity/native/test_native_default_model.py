@@ -167,7 +167,7 @@ def all_logits(runner: NativeRunner, tokens: list[int], num_prompt: int) -> np.n
     return runner.logits(runner.forward(inputs))
 
 
-def test_float_logits_are_the_oracles(
+def test_float_logits_equal_the_oracle(
     source: ModelSource, runners: Runners, prompts: list[list[int]]
 ) -> None:
     tokens = prompts[0]
@@ -182,7 +182,7 @@ def test_float_logits_are_the_oracles(
     assert tolerance.accepts(found, wanted), tolerance.worst(found, wanted)
 
 
-def test_requests_in_one_batch_are_those_alone(
+def test_batched_requests_are_bit_identical_to_requests_run_alone(
     runners: Runners, prompts: list[list[int]], expected: list
 ) -> None:
     """The second half joins while the first half is answered, its prompts in chunks."""
@@ -193,7 +193,7 @@ def test_requests_in_one_batch_are_those_alone(
 
 
 @pytest.mark.parametrize("chunk", [7, 64])
-def test_prompts_in_chunks_are_whole_ones(
+def test_chunked_prefill_is_bit_identical_to_whole_prefill(
     runners: Runners, prompts: list[list[int]], expected: list, chunk: int
 ) -> None:
     for index in (2, 3):
@@ -201,7 +201,7 @@ def test_prompts_in_chunks_are_whole_ones(
         check_identical(driver.finish([driver.add(prompts[index])], chunk), [expected[index]])
 
 
-def test_a_preempted_request_goes_on_as_if_it_had_not_been(
+def test_a_preempted_request_continues_bit_identically(
     runners: Runners, prompts: list[list[int]], expected: list
 ) -> None:
     """Prompt and answer so far are computed again in one step, beside the others."""
@@ -216,7 +216,7 @@ def test_a_preempted_request_goes_on_as_if_it_had_not_been(
 
 @pytest.mark.parametrize("cascade", [0, SHARED])
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
-def test_a_shared_prefix_is_a_cold_one(
+def test_a_cached_prefix_gives_bit_identical_results_to_a_cold_one(
     runners: Runners, text_ids: list[int], cascade: int, kv_dtype: str
 ) -> None:
     prefix = text_ids[: SHARED * BLOCK]
@@ -231,7 +231,7 @@ def test_a_shared_prefix_is_a_cold_one(
     check_identical(driver.finish(tracks), cold)
 
 
-def test_one_thread_gives_what_two_give(
+def test_one_thread_gives_the_same_bits_as_two(
     runners: Runners, prompts: list[list[int]], expected: list
 ) -> None:
     chosen = (0, 3)
@@ -239,7 +239,7 @@ def test_one_thread_gives_what_two_give(
     check_identical(found, [expected[index] for index in chosen])
 
 
-def test_seeded_draws_do_not_depend_on_neighbours(
+def test_seeded_sampling_does_not_depend_on_the_batch(
     runners: Runners, prompts: list[list[int]]
 ) -> None:
     def draw(chosen: Sequence[int]) -> list[list[int]]:
@@ -275,7 +275,9 @@ def test_default_numerics_stay_near_float(
     assert 0 < error < (0.02 if rounds_to_bf16 else 0.045)
 
 
-def test_a_short_question_is_answered_as_in_float(runners: Runners, source: ModelSource) -> None:
+def test_a_short_question_gets_the_same_answer_as_in_float(
+    runners: Runners, source: ModelSource
+) -> None:
     """Two first tokens are almost equally likely here. Outliers of the chat template decide."""
     messages = [
         ("system", "You are a helpful AI assistant named SmolLM, trained by Hugging Face"),

@@ -100,14 +100,16 @@ def in_float(runners: Runners, many_prompts: list[list[int]]) -> np.ndarray:
     return logits_after(runners("invariant", "float32"), many_prompts)
 
 
-def test_few_rows_are_the_default_to_the_last_bit(runners: Runners, text_ids: list[int]) -> None:
+def test_fast_numerics_are_bit_identical_to_the_default_for_few_rows(
+    runners: Runners, text_ids: list[int]
+) -> None:
     prompts = [text_ids[i * 20 : i * 20 + 1 + i] for i in range(1, FAST_ROWS - 1)]
     found, expected = (logits_after(each, prompts) for each in with_one_cache(runners))
     np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize("rows", [FAST_ROWS, 27])
-def test_many_generated_rows_stay_near_float(
+def test_fast_numerics_stay_near_float_for_many_decode_rows(
     runners: Runners,
     text_ids: list[int],
     many_prompts: list[list[int]],
@@ -128,7 +130,7 @@ def after_prompt(runner: NativeRunner, prompt: list[int]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("length", [2 * FAST_ROWS, 129])
-def test_prompts_are_computed_alike_and_stay_near_float(
+def test_fast_numerics_stay_near_float_for_prompts(
     runners: Runners, text_ids: list[int], length: int
 ) -> None:
     prompt = text_ids[:length]
@@ -144,7 +146,7 @@ def test_float_arithmetic_has_no_fast_variant(
     np.testing.assert_array_equal(found, in_float[:FAST_ROWS])
 
 
-def test_copies_are_part_of_the_memory_plan(source: ModelSource) -> None:
+def test_requantized_weights_are_counted_in_the_memory_plan(source: ModelSource) -> None:
     def weight_bytes(numerics: str, dtype: str = "auto") -> int:
         options = EngineOptions(model_path="", framework="native", numerics=numerics, dtype=dtype)
         return memory_needs(source, options, find_device("auto", dtype)).weight_bytes

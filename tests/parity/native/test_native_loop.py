@@ -39,7 +39,7 @@ QUICK = (
         if name not in BY_LENGTH
     ],
 )
-def test_every_schedule_gives_what_transformers_gives(name: str, tmp_path: Path) -> None:
+def test_every_schedule_generates_the_same_ids_as_transformers(name: str, tmp_path: Path) -> None:
     model, path = tiny_models.save(name, tmp_path)
     expected = transformers_ids(model)
     for schedule in SCHEDULES if name == "llama" else BUSY:
@@ -58,7 +58,7 @@ VERIFIED = ("llama", "gemma2", "mpt", "gpt_oss", "deepseek_v3")
 
 
 @pytest.mark.parametrize("name", VERIFIED)
-def test_drafts_change_no_bit_of_a_logprob(name: str, tmp_path: Path) -> None:
+def test_speculation_changes_no_bit_of_a_logprob(name: str, tmp_path: Path) -> None:
     """The logprobs of a row with a draft equal those of steps with one token each."""
     _, path = tiny_models.save(name, tmp_path)
     sampling = {"logprobs": 3, "presence_penalty": 0.3, "seed": 1}

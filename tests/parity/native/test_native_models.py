@@ -79,7 +79,7 @@ def test_logits_equal_hugging_face(name: str, tmp_path: Path) -> None:
     )
 
 
-def test_a_short_context_rotates_by_the_factors_for_short_texts(tmp_path: Path) -> None:
+def test_longrope_uses_the_short_factors_for_a_short_context(tmp_path: Path) -> None:
     theirs, path = tiny_models.save("phi3-long", tmp_path)
     tokens = tiny_models.text(32)  # as long as the context that the model was first trained with
     with torch.no_grad():
@@ -91,7 +91,7 @@ def test_a_short_context_rotates_by_the_factors_for_short_texts(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 16, 29])
-def test_chunked_is_whole_to_the_last_bit(source: ModelSource, chunk: int) -> None:
+def test_chunked_prefill_is_bit_identical_to_whole_prefill(source: ModelSource, chunk: int) -> None:
     driver = RunnerDriver(runner_for(source))
     tokens = tiny_models.text()
     whole = driver.add(tokens)
@@ -103,7 +103,7 @@ def test_chunked_is_whole_to_the_last_bit(source: ModelSource, chunk: int) -> No
     np.testing.assert_array_equal(logits, expected)
 
 
-def test_batched_is_alone_to_the_last_bit(source: ModelSource) -> None:
+def test_batched_logits_are_bit_identical_to_logits_computed_alone(source: ModelSource) -> None:
     """Prompts, later chunks and single tokens in one step, rows in no helpful order."""
     texts = [tiny_models.text(length, seed) for seed, length in enumerate(LENGTHS)]
     driver = RunnerDriver(runner_for(source))
@@ -118,7 +118,7 @@ def test_batched_is_alone_to_the_last_bit(source: ModelSource) -> None:
         np.testing.assert_array_equal(logits[row], last_logits(alone, [(track, LENGTHS[index])])[0])
 
 
-def test_shared_blocks_are_cold_ones_to_the_last_bit(source: ModelSource) -> None:
+def test_shared_prefix_blocks_are_bit_identical_to_recomputed_ones(source: ModelSource) -> None:
     driver = RunnerDriver(runner_for(source))
     prefix = tiny_models.text()
     first = driver.add(prefix)
@@ -138,7 +138,9 @@ def test_shared_blocks_are_cold_ones_to_the_last_bit(source: ModelSource) -> Non
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
-def test_a_narrow_cache_stays_near_the_model(source: ModelSource, kv_dtype: str) -> None:
+def test_an_int8_or_bfloat16_kv_cache_stays_near_the_exact_logits(
+    source: ModelSource, kv_dtype: str
+) -> None:
     exact, narrow = (RunnerDriver(runner_for(source, kv_dtype=each)) for each in ("auto", kv_dtype))
     tokens = tiny_models.text()
     expected, found = (
@@ -150,7 +152,9 @@ def test_a_narrow_cache_stays_near_the_model(source: ModelSource, kv_dtype: str)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "stored"])
-def test_a_row_that_is_not_finite_harms_no_other(tmp_path: Path, dtype: str) -> None:
+def test_nan_in_one_row_affects_neither_its_batch_nor_the_next_owner_of_its_blocks(
+    tmp_path: Path, dtype: str
+) -> None:
     """Not its batch mate, and not who gets its block of the cache afterwards."""
     model = tiny_models.make("llama")
     with torch.no_grad():
@@ -171,7 +175,7 @@ def test_a_row_that_is_not_finite_harms_no_other(tmp_path: Path, dtype: str) -> 
     assert alone.generate(tracks[1:], 1) == [heir.tokens[20:]]
 
 
-def test_what_breaks_after_the_last_attention_is_told(tmp_path: Path) -> None:
+def test_nan_after_the_last_attention_is_reported(tmp_path: Path) -> None:
     """There only the rows that logits are read of go on."""
     model = tiny_models.make("llama")
     with torch.no_grad():
@@ -183,7 +187,7 @@ def test_what_breaks_after_the_last_attention_is_told(tmp_path: Path) -> None:
     assert driver.step([(whole, 9), (begun, 5)]).finite.tolist() == [False, True]
 
 
-def test_settings_that_it_cannot_serve_are_refused_by_name(source: ModelSource) -> None:
+def test_unsupported_runner_settings_are_refused_by_name(source: ModelSource) -> None:
     with pytest.raises(ConfigError, match="block_size 8 must be a multiple"):
         runner_for(source, block_size=8)
     if source.config.learned_positions:

@@ -16,7 +16,7 @@ WINDOWS = [tiny_models.text(seed=1), tiny_models.text(seed=2)]
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_importance_is_the_mean_square_of_the_inputs(name: str, tmp_path: Path) -> None:
+def test_the_importance_matrix_is_the_mean_square_of_the_inputs(name: str, tmp_path: Path) -> None:
     """Fused matrices (llama's q, k, v; gate, up) and matrices that GGUF stores as one (GPT-2)."""
     theirs, path = tiny_models.save(name, tmp_path)
     squares: dict[str, torch.Tensor] = {}
@@ -61,7 +61,7 @@ def test_importance_is_the_mean_square_of_the_inputs(name: str, tmp_path: Path) 
     assert written[f"{place}.in_sum2"].data.size == len(squares[place])
 
 
-def test_quality_is_that_of_the_logits(tmp_path: Path) -> None:
+def test_measured_quality_equals_that_of_the_logits(tmp_path: Path) -> None:
     theirs, path = tiny_models.save("llama", tmp_path)
     with torch.no_grad():
         for parameter in theirs.parameters():

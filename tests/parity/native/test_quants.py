@@ -22,7 +22,7 @@ OF_THE_PACKAGE = [traits.name for traits in BY_TYPE_ID.values() if traits.name !
 
 
 @pytest.mark.parametrize("name", OF_THE_PACKAGE)
-def test_random_blocks_decode_to_the_same_bits(name: str) -> None:
+def test_random_quantized_blocks_dequantize_to_the_same_bits(name: str) -> None:
     """All byte patterns are valid blocks; scales that are NaN must stay NaN on both sides."""
     traits = TRAITS[name]
     num_blocks = 400_000 // traits.block_elems  # more than one chunk
@@ -38,12 +38,12 @@ def test_random_blocks_decode_to_the_same_bits(name: str) -> None:
     assert same.all()
 
 
-def test_every_type_that_the_package_dequantizes_loads() -> None:
+def test_every_type_that_the_gguf_package_dequantizes_is_supported() -> None:
     theirs = {kind.name for kind in gguf.quants._type_traits} | {"F32", "F16"}
     assert theirs == set(OF_THE_PACKAGE)
 
 
-def test_one_bit_blocks() -> None:
+def test_q1_0_blocks_dequantize_by_their_bits() -> None:
     raw = np.zeros(18, np.uint8)
     raw[:2] = np.array([-0.5], np.float16).view(np.uint8)
     raw[2], raw[17] = 0b00000101, 0b10000000
@@ -53,7 +53,7 @@ def test_one_bit_blocks() -> None:
 
 
 @pytest.mark.parametrize("name", [traits.name for traits in BY_TYPE_ID.values()])
-def test_traits_are_those_of_the_format(name: str) -> None:
+def test_block_sizes_and_type_ids_equal_those_of_the_gguf_package(name: str) -> None:
     kind = gguf.GGMLQuantizationType[name]
     traits = TRAITS[name]
     assert (traits.block_elems, traits.block_bytes) == gguf.GGML_QUANT_SIZES[kind]
@@ -66,7 +66,7 @@ EXACT = ("TQ1_0", "TQ2_0", "Q1_0", "NVFP4")
 
 
 @pytest.mark.parametrize("name", RECODED)
-def test_what_kernels_read_has_the_same_values(name: str) -> None:
+def test_types_converted_for_kernels_keep_their_values(name: str) -> None:
     """Only the scales are rounded, to float16."""
     traits = TRAITS[name]
     rng = np.random.default_rng(traits.block_bytes)
@@ -96,7 +96,7 @@ def random_blocks(name: str, rng: np.random.Generator, count: int) -> np.ndarray
     return raw.reshape(-1)
 
 
-def test_default_model_decodes_as_the_package_decodes_it(default_model: Path) -> None:
+def test_tensors_of_the_default_model_dequantize_like_the_gguf_package(default_model: Path) -> None:
     """Offsets, shapes, types and row order of a published file, on its smallest matrices."""
     source = open_model(default_model)
     tensors = source.checkpoint.tensors
@@ -136,7 +136,7 @@ KINDS = ("normal", "heavy", "positive", "negative", "sparse", "zero", "constant"
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["F16", "BF16", "Q8_0", "Q5_0", "Q5_1", "Q4_0"])
-def test_encoders_give_the_packages_bits(name: str, kind: str) -> None:
+def test_quantizers_are_bit_identical_to_the_gguf_package(name: str, kind: str) -> None:
     values = _values(kind)
     expected = gguf.quants.quantize(values, gguf.GGMLQuantizationType[name])
     assert np.array_equal(quantize(name, values), expected.view(np.uint8).reshape(-1))
@@ -155,7 +155,7 @@ OF_LLAMA_CPP = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_q4_k_is_as_near_as_llama_cpps(kind: str) -> None:
+def test_q4_k_quantization_error_is_no_larger_than_llama_cpps(kind: str) -> None:
     """The two add up floats in another order, so a tie may go either way."""
     values = _values(kind)
     raw = quantize("Q4_K", values)
@@ -164,7 +164,7 @@ def test_q4_k_is_as_near_as_llama_cpps(kind: str) -> None:
     assert error <= OF_LLAMA_CPP[kind] * 1.002
 
 
-def test_what_cannot_be_encoded_is_refused() -> None:
+def test_unsupported_quantizations_are_refused() -> None:
     with pytest.raises(ModelFormatError, match=r"rows of 33 values.*Q8_0 blocks of 32"):
         quantize("Q8_0", np.zeros((2, 33), np.float32))
     with pytest.raises(ModelFormatError, match="nothing is written as IQ2_S"):
@@ -175,7 +175,7 @@ def test_what_cannot_be_encoded_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "IQ4_NL"])
-def test_important_columns_have_smaller_errors(name: str) -> None:
+def test_an_importance_matrix_lowers_the_error_of_important_columns(name: str) -> None:
     """The importance of a column is that of its place in the row, also in later chunks of rows."""
     values = _values("normal")
     importance = np.random.default_rng(5).gamma(0.3, 1, values.shape[1]).astype(np.float32)
@@ -191,7 +191,7 @@ def test_important_columns_have_smaller_errors(name: str) -> None:
     ("name", "most"),
     [("Q5_K", 0.0365), ("Q6_K", 0.0179), ("IQ4_XS", 0.0773), ("IQ4_NL", 0.0768)],
 )
-def test_searching_encoders_find_good_scales(name: str, most: float) -> None:
+def test_quantizers_that_search_scales_find_good_ones(name: str, most: float) -> None:
     values = _values("normal")
     found = dequantize(name, quantize(name, values), values.shape)
     assert float(np.sqrt(np.mean((found - values) ** 2))) < most

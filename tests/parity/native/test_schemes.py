@@ -49,7 +49,7 @@ def made_by_library(case: str, folder: Path) -> LazyTensor:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_matrices_dequantize_as_their_library_does(case: str, tmp_path: Path) -> None:
+def test_quantized_matrices_dequantize_like_their_library(case: str, tmp_path: Path) -> None:
     """`sha256` is of the library's values in float32, with positive zeros."""
     tensor = made_by_library(case, tmp_path)
     values = tensor.numpy() + np.float32(0)
@@ -62,7 +62,7 @@ def test_matrices_dequantize_as_their_library_does(case: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("case", ["awq", "gptq-act-order", "fp8-block", "bnb-nf4-nested"])
-def test_rows_can_be_read_alone(case: str, tmp_path: Path) -> None:
+def test_single_rows_of_a_quantized_matrix_can_be_read(case: str, tmp_path: Path) -> None:
     """`sample` reads single rows, whose scales may be packed with those of other rows."""
     tensor = made_by_library(case, tmp_path)
     whole = tensor.raw().reshape(tensor.shape[0], -1)
@@ -70,7 +70,7 @@ def test_rows_can_be_read_alone(case: str, tmp_path: Path) -> None:
     assert np.array_equal(tensor.sample(5).reshape(5, -1), whole[rows])
 
 
-def test_one_expert_is_read_alone(tmp_path: Path) -> None:
+def test_a_single_expert_of_an_mxfp4_tensor_can_be_read(tmp_path: Path) -> None:
     tensor = made_by_library("mxfp4", tmp_path)
     assert (tensor.dtype, tensor.shape) == ("MXFP4", (2, 8, 64))
     second = tensor.part(1)
@@ -181,7 +181,7 @@ def quantized(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, np.
 
 
 @pytest.mark.parametrize("quantized", SCHEMES, indirect=True, ids=SCHEMES)
-def test_logits_are_those_of_the_dequantized_weights(
+def test_logits_equal_those_of_the_dequantized_weights(
     quantized: tuple[Path, np.ndarray], request: pytest.FixtureRequest
 ) -> None:
     path, expected = quantized
@@ -202,7 +202,9 @@ def test_logits_are_those_of_the_dequantized_weights(
 
 
 @pytest.mark.parametrize("quantized", ["compressed-tensors"], indirect=True)
-def test_a_converted_model_has_the_dequantized_weights(quantized: tuple[Path, np.ndarray]) -> None:
+def test_a_converted_quantized_model_has_the_dequantized_weights(
+    quantized: tuple[Path, np.ndarray],
+) -> None:
     path, _ = quantized
     convert(path, path.parent / "plain", dtype="F32")
     stated = json.loads((path.parent / "plain" / "config.json").read_text())
@@ -212,7 +214,7 @@ def test_a_converted_model_has_the_dequantized_weights(quantized: tuple[Path, np
         assert np.array_equal(weight.numpy(), after.weights[name].numpy()), name
 
 
-def test_schemes_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+def test_unsupported_quantization_schemes_are_named(tmp_path: Path) -> None:
     save_file({"m.weight": torch.ones(32, 32)}, tmp_path / "model.safetensors")
     for config, message in (
         ({"quant_method": "modelopt"}, "quant_method 'modelopt' is not supported.*compressed"),
@@ -232,7 +234,7 @@ def test_schemes_that_cannot_be_read_are_named(tmp_path: Path) -> None:
             open_safetensors(tmp_path, quantization=config)
 
 
-def test_published_experts_have_the_dequantized_weights(tmp_path: Path) -> None:
+def test_published_mxfp4_experts_have_the_dequantized_weights(tmp_path: Path) -> None:
     """gpt-oss: floats are stored transposed, MXFP4 blocks are not. Gate and up alternate."""
     sizes = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}

@@ -113,7 +113,7 @@ def num_forced(output: OutputFormat, text: str) -> int:
     return matcher.try_consume_tokens(list(text.encode()))
 
 
-def test_every_template_of_llama_cpp(folder: Path) -> None:
+def test_every_llama_cpp_chat_template_renders_like_the_original(folder: Path) -> None:
     sources = sorted(folder.glob("*.jinja"))
     assert len(sources) > 30
     for path in sources:

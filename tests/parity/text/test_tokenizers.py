@@ -79,7 +79,7 @@ def theirs(default_model: Path) -> Any:
     return loaded
 
 
-def test_real_model_matches_transformers(ours: Tokenizer, theirs: Any) -> None:
+def test_default_model_tokenization_matches_transformers(ours: Tokenizer, theirs: Any) -> None:
     assert len(TEXTS) > 300
     for text in TEXTS:
         ids = theirs.encode(text, add_special_tokens=False)
@@ -87,7 +87,9 @@ def test_real_model_matches_transformers(ours: Tokenizer, theirs: Any) -> None:
         assert ours.decode(ids) == text == theirs.decode(ids, clean_up_tokenization_spaces=False)
 
 
-def test_real_model_matches_transformers_on_any_unicode(ours: Tokenizer, theirs: Any) -> None:
+def test_default_model_tokenization_matches_transformers_on_random_unicode(
+    ours: Tokenizer, theirs: Any
+) -> None:
     @settings(max_examples=300, deadline=None)
     @given(st.text(max_size=60))
     @example("a<|im_end|>b")
@@ -101,7 +103,7 @@ def test_real_model_matches_transformers_on_any_unicode(ours: Tokenizer, theirs:
     check()
 
 
-def test_real_model_chat_matches_transformers(ours: Tokenizer, theirs: Any) -> None:
+def test_default_model_chat_prompt_matches_transformers(ours: Tokenizer, theirs: Any) -> None:
     template = ChatTemplate(ours.chat_template, ours.bos, ours.eos)
     conversations = [
         [{"role": "user", "content": "Hello"}],
@@ -119,7 +121,7 @@ def test_real_model_chat_matches_transformers(ours: Tokenizer, theirs: Any) -> N
             assert ours.encode_rendered(rendered) == list(expected["input_ids"])
 
 
-def test_byte_level_matches_the_library(tmp_path: Path) -> None:
+def test_byte_level_bpe_matches_the_tokenizers_library(tmp_path: Path) -> None:
     reference = byte_level_engine()
     from_gguf = Tokenizer.from_gguf(byte_level_metadata())
     from_directory = Tokenizer.from_directory(write_directory(tmp_path))
@@ -141,7 +143,7 @@ def sentencepiece_pieces(text: str, scores: dict[str, float]) -> list[str]:
         symbols[at : at + 2] = [joined[at]]
 
 
-def test_sentencepiece_matches_its_algorithm() -> None:
+def test_sentencepiece_bpe_matches_its_algorithm() -> None:
     metadata = sentencepiece_metadata()
     tokenizer = Tokenizer.from_gguf(metadata)
     pieces = metadata["tokenizer.ggml.tokens"]
@@ -174,7 +176,7 @@ def test_unigram_matches_sentencepiece() -> None:
 
 
 @pytest.mark.parametrize("lowercase", [True, False])
-def test_word_piece_matches_the_library(lowercase: bool) -> None:
+def test_word_piece_matches_the_tokenizers_library(lowercase: bool) -> None:
     reference = tokenizers.Tokenizer.from_str(word_piece_engine().to_str())
     reference.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
     metadata = word_piece_metadata(**({} if lowercase else {"normalizer.lowercase": False}))

@@ -49,7 +49,7 @@ def golden() -> Path:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", VOCABULARIES)
-def test_published_vocabulary(golden: Path, name: str) -> None:
+def test_published_vocabularies_give_the_golden_token_ids(golden: Path, name: str) -> None:
     model = golden / f"ggml-vocab-{name}.gguf"
     tokenizer = Tokenizer.from_gguf(read_gguf(model))
     texts = model.with_suffix(".gguf.inp").read_bytes().decode().split(SEPARATOR)

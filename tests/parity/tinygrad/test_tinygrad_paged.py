@@ -96,7 +96,7 @@ def test_paged_attention_equals_plain_attention(scoring, per_head) -> None:
         *("gemma2", "gemma3", "mpt", "qwen2_moe", "gpt_oss", "deepseek_v2"),
     ],
 )
-def test_mixed_batches_give_what_transformers_gives(name: str, tmp_path: Path) -> None:
+def test_mixed_batches_generate_the_same_ids_as_transformers(name: str, tmp_path: Path) -> None:
     model, path = tiny_models.save(name, tmp_path)
     prompts = [tiny_models.text(length, seed) for seed, length in enumerate((40, 5, 17, 1, 33))]
     driver = RunnerDriver(build_runner(open_model(path), RunnerConfig(**SETTINGS)))
@@ -137,7 +137,7 @@ def test_unusable_settings_are_refused_by_name(changes, word, tmp_path: Path) ->
     ("compiler", "advice"),
     [("clang-that-is-not-there", "apt-get install clang"), ("true", "unset CC")],
 )
-def test_who_has_no_clang_is_told_to_install_it(compiler, advice, monkeypatch) -> None:
+def test_a_missing_or_broken_clang_is_reported_with_advice(compiler, advice, monkeypatch) -> None:
     monkeypatch.setenv("CC", compiler)
     with pytest.raises(ConfigError, match=advice):
         device.find_device("cpu", "auto")

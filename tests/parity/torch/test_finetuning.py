@@ -74,7 +74,7 @@ def test_padding_does_not_change_the_supervised_loss(model):
     assert scores.num_right == num_right
 
 
-def test_the_preference_loss_is_that_of_the_paper(model):
+def test_the_dpo_loss_equals_the_papers(model):
     first, second = examples(9, 7)
     beta = 0.3
 
@@ -96,7 +96,7 @@ def test_the_preference_loss_is_that_of_the_paper(model):
     assert scores.num_right == (ratio > 0)
 
 
-def test_the_base_models_part_of_dpo_has_no_dropout(model, monkeypatch):
+def test_the_dpo_reference_model_runs_without_dropout(model, monkeypatch):
     """It is kept for the whole job, and a job that continues computes it at another step."""
     pair = TokenPair(*examples(9, 7))
     wanted = base_log_probabilities(model, pair)
@@ -110,7 +110,7 @@ def test_the_base_models_part_of_dpo_has_no_dropout(model, monkeypatch):
         model.eval()
 
 
-def test_parts_of_a_batch_stay_below_the_limit():
+def test_micro_batches_stay_below_the_token_limit():
     parts = micro_batches([5, 100, 7, 7, 30], 60)
     assert sorted(index for part in parts for index in part) == [0, 1, 2, 3, 4]
     lengths = [5, 100, 7, 7, 30]
@@ -138,7 +138,7 @@ def request_of(tmp_path, base):
     return make_request
 
 
-def test_a_paused_job_ends_as_an_undisturbed_one(tmp_path, request_of):
+def test_a_paused_and_resumed_job_trains_the_same_adapter(tmp_path, request_of):
     whole, plan = make_job(request_of(), tmp_path / "whole")
     assert Trainer(whole, plan).run(lambda: False)
     events, _ = whole.events()
@@ -163,7 +163,7 @@ def test_a_paused_job_ends_as_an_undisturbed_one(tmp_path, request_of):
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-def test_checkpoints_come_by_time_and_old_ones_go(tmp_path, request_of):
+def test_checkpoints_are_saved_by_time_and_old_ones_deleted(tmp_path, request_of):
     folder, plan = make_job(request_of(checkpoint_s=1e-9), tmp_path / "often")
     asked = iter([False] * 22)
     Trainer(folder, plan).run(lambda: next(asked, True))
@@ -177,7 +177,7 @@ def test_checkpoints_come_by_time_and_old_ones_go(tmp_path, request_of):
     assert "optimizer.safetensors" not in names and names.count("adapter_model.safetensors") == 3
 
 
-def test_preferences_are_learned(tmp_path, base):
+def test_dpo_increases_the_preference_margin_on_unseen_pairs(tmp_path, base):
     """The margin grows also on pairs that the job has not seen."""
     lines = [
         {
@@ -233,7 +233,7 @@ def test_the_training_process_ends_with_its_parent(tmp_path, request_of):
     wait_until(is_gone, 60)
 
 
-def test_a_base_model_that_was_removed_is_named(tmp_path, base, request_of):
+def test_a_missing_base_model_is_named(tmp_path, base, request_of):
     moved = shutil.copytree(base, tmp_path / "moved")
     folder, plan = make_job(request_of(base=moved), tmp_path / "job")
     shutil.rmtree(moved)
@@ -248,7 +248,7 @@ def test_modules_that_the_model_lacks_are_named(tmp_path, request_of):
         Trainer(folder, plan)
 
 
-def test_weights_that_are_not_finite_end_the_job_in_a_sentence(tmp_path, base, request_of):
+def test_nonfinite_weights_end_the_job_with_an_explanation(tmp_path, base, request_of):
     broken = shutil.copytree(base, tmp_path / "nan")
     tensors = load_file(broken / "model.safetensors")
     tensors["model.norm.weight"][0] = torch.nan
@@ -262,9 +262,7 @@ def notices(folder):
     return [event.message for event in folder.events()[0] if event.kind == "notice"]
 
 
-def test_a_step_that_does_not_fit_the_memory_is_computed_in_parts(
-    tmp_path, request_of, monkeypatch
-):
+def test_a_step_that_exceeds_memory_is_split(tmp_path, request_of, monkeypatch):
     """Parts of a batch, and activations that are computed again, change no more than rounding."""
     whole, plan = make_job(request_of(n_epochs=2), tmp_path / "whole")
     assert Trainer(whole, plan).run(lambda: False)
@@ -294,14 +292,14 @@ def test_a_step_that_does_not_fit_the_memory_is_computed_in_parts(
         made.run(lambda: False)
 
 
-def test_a_model_that_does_not_fit_the_memory_is_not_loaded(tmp_path, request_of):
+def test_a_model_that_exceeds_memory_is_not_loaded(tmp_path, request_of):
     with pytest.raises(
         ResourceError, match=r"needs more than .* may use 0 MiB \(finetuning.memory_mb\)"
     ):
         Trainer(*make_job(request_of(memory_bytes=4096), tmp_path / "small"))
 
 
-def test_a_full_disk_costs_checkpoints_but_no_work(tmp_path, request_of, monkeypatch):
+def test_a_full_disk_loses_checkpoints_but_no_training_progress(tmp_path, request_of, monkeypatch):
     faults = [OSError(errno.ENOSPC, "No space left on device"), SafetensorError("No space left")]
     save, monkeys = trainer.save_adapter, iter(faults)
 
@@ -326,7 +324,7 @@ def test_a_full_disk_costs_checkpoints_but_no_work(tmp_path, request_of, monkeyp
     assert [each for each in told if each.startswith("The adapter can't be written")] == told[-1:]
 
 
-def test_a_job_goes_on_if_its_events_do_not_fit_the_disk(tmp_path, request_of):
+def test_a_job_continues_if_its_events_cannot_be_written(tmp_path, request_of):
     folder, plan = make_job(request_of(n_epochs=1, checkpoint_s=1e-9), tmp_path / "silent")
     tell = folder.tell
 
@@ -340,7 +338,7 @@ def test_a_job_goes_on_if_its_events_do_not_fit_the_disk(tmp_path, request_of):
     assert [event.kind for event in folder.events()[0]] == ["succeeded"] and folder.checkpoints()
 
 
-def test_an_event_that_does_not_fit_the_disk_leaves_no_half_line(tmp_path, monkeypatch):
+def test_a_failed_event_write_leaves_no_partial_line(tmp_path, monkeypatch):
     folder, write = JobFolder(tmp_path), os.write
     folder.tell(TrainingEvent(kind="loading"))
     monkeypatch.setattr(os, "write", lambda number, text: write(number, text[:5]))
@@ -351,7 +349,7 @@ def test_an_event_that_does_not_fit_the_disk_leaves_no_half_line(tmp_path, monke
     assert [event.step for event in folder.events()[0]] == [0, 2]
 
 
-def test_a_failure_of_the_training_process_is_told(tmp_path):
+def test_a_failure_of_the_training_process_is_reported_as_an_event(tmp_path):
     folder = JobFolder(tmp_path)
     process = TrainerProcess(folder)
     try:
@@ -362,7 +360,7 @@ def test_a_failure_of_the_training_process_is_told(tmp_path):
     assert event.kind == "failed" and "plan.json" in event.message
 
 
-def test_half_a_line_of_events_waits_for_its_rest(tmp_path):
+def test_an_incomplete_line_of_events_is_read_when_it_is_complete(tmp_path):
     folder = JobFolder(tmp_path)
     (tmp_path / "events.jsonl").write_bytes(b'{"kind":"loading"}\n{"kind":"met')
     events, end = folder.events()

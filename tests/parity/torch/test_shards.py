@@ -158,7 +158,7 @@ def check_same(found: list[Answer], expected: list[Answer]) -> int:
 
 
 @pytest.mark.parametrize(("name", "tensor", "pipeline"), GROUPS)
-def test_ranks_generate_what_one_process_generates(
+def test_ranks_generate_the_same_ids_as_one_process(
     name: str, tensor: int, pipeline: int, forks: Forks
 ) -> None:
     with ranks(name, tensor, pipeline, forks) as runner:
@@ -172,7 +172,7 @@ def test_ranks_generate_what_one_process_generates(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_ranks_of_the_default_model(default_model: Path, forks: Forks) -> None:
+def test_sharding_the_default_model_gives_the_same_ids(default_model: Path, forks: Forks) -> None:
     """Its nine heads can be divided by three, its layers by any number."""
     config = replace(CONFIG, max_seq_len=64)
     source = open_model(default_model)
@@ -191,7 +191,7 @@ def test_ranks_of_the_default_model(default_model: Path, forks: Forks) -> None:
 
 
 @pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)])
-def test_a_rank_of_another_machine_computes_the_same(
+def test_a_rank_that_joins_over_tcp_computes_the_same(
     tensor: int, pipeline: int, forks: Forks, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The last rank joins over TCP. With a pipeline, it samples. A rank with another token is
@@ -230,7 +230,7 @@ def test_a_rank_of_another_machine_computes_the_same(
 
 
 @pytest.mark.parametrize(("name", "parts"), CUT)
-def test_cut_families_compute_what_the_whole_computes(name: str, parts: int) -> None:
+def test_sharded_families_compute_the_same_as_unsharded_ones(name: str, parts: int) -> None:
     source, layout = model(name), ShardLayout(parts)
     check_shards(source.config, layout)
     tokens = torch.tensor(tiny_models.text())
@@ -258,7 +258,7 @@ def test_cut_families_compute_what_the_whole_computes(name: str, parts: int) -> 
 
 
 @pytest.mark.parametrize("layout", [(2, 1), (4, 1), (1, 3), (2, 3)])
-def test_ranks_hold_their_share(layout: tuple[int, int]) -> None:
+def test_each_rank_holds_only_its_share_of_weights_and_kv_cache(layout: tuple[int, int]) -> None:
     """Bytes of the tensors that ranks have: weights, and the KV cache. A table of tokens belongs to
     the first stage, and the LM head to the last.
     """
@@ -290,7 +290,7 @@ def caches(config: ModelConfig) -> tuple[PagedCache, ...]:
 
 
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_lost_rank_ends_the_group(fault: signal.Signals, forks: Forks) -> None:
+def test_losing_a_rank_ends_all_ranks(fault: signal.Signals, forks: Forks) -> None:
     with ranks("gpt2", 2, 1, forks) as runner:
         pids = runner.group.pids
         driver = RunnerDriver(runner)
@@ -304,7 +304,7 @@ def test_a_lost_rank_ends_the_group(fault: signal.Signals, forks: Forks) -> None
         assert not psutil.pid_exists(pid)
 
 
-def test_an_idle_engine_notices_a_lost_rank_soon_enough() -> None:
+def test_an_idle_engine_notices_a_lost_rank() -> None:
     """Within a second if it died, within four if it froze."""
     assert groups.WATCH_S + REMOTE_POLL_S < 1
     assert groups.FROZEN_AFTER_S + groups.WATCH_S + REMOTE_POLL_S + TICK_S < 4
@@ -320,13 +320,15 @@ def test_an_idle_engine_notices_a_lost_rank_soon_enough() -> None:
         ("lfm2", 1, 2, "layers with a state"),
     ],
 )
-def test_what_cannot_be_cut_is_refused(name: str, tensor: int, pipeline: int, message: str) -> None:
+def test_models_that_cannot_be_sharded_are_refused(
+    name: str, tensor: int, pipeline: int, message: str
+) -> None:
     config = replace(CONFIG, tensor_parallel=tensor, pipeline_parallel=pipeline)
     with pytest.raises(ConfigError, match=message):
         build_runner(model(name), config)
 
 
-def test_a_shard_that_cannot_load_says_why(forks: Forks, tmp_path: Path) -> None:
+def test_a_rank_that_cannot_load_reports_the_reason(forks: Forks, tmp_path: Path) -> None:
     source = replace(model("gpt2"), path=tmp_path / "gone")
     with (
         pytest.MonkeyPatch.context() as patch,

@@ -69,7 +69,7 @@ def runner_on(
 
 @pytest.mark.parametrize("attention", ["reference", "sdpa", "triton"])
 @pytest.mark.parametrize("name", NAMES)
-def test_generation_equals_the_cpu(name: str, attention: str, tmp_path: Path) -> None:
+def test_cuda_generation_equals_the_cpu(name: str, attention: str, tmp_path: Path) -> None:
     _, path = tiny_models.save(name, tmp_path)
     source = open_model(path)
     texts = [tiny_models.text(length, seed) for seed, length in enumerate((40, 5, 17, 1))]
@@ -82,7 +82,7 @@ def test_generation_equals_the_cpu(name: str, attention: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", INVARIANT)
-def test_invariant_generation_equals_the_cpu(name: str, tmp_path: Path) -> None:
+def test_invariant_cuda_generation_equals_the_cpu(name: str, tmp_path: Path) -> None:
     _, path = tiny_models.save(name, tmp_path)
     source = open_model(path)
     texts = [tiny_models.text(length, seed) for seed, length in enumerate((40, 5, 17, 1))]
@@ -97,21 +97,23 @@ def test_invariant_generation_equals_the_cpu(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"quantization": "fp8", "kv_dtype": "fp8"}], ids=str)
-def test_mixed_requests_have_the_same_tokens_in_any_company(options: dict[str, str]) -> None:
+def test_256_invariant_requests_have_the_same_tokens_alone_and_batched(
+    options: dict[str, str],
+) -> None:
     """256 requests in bfloat16: alone, all together, and in another order."""
     with invariant.engine("llama-1b", "cuda", "invariant", options) as bench:
         counts = invariant.equal_counts(bench, SHAPES["llama-1b"])
     assert counts == (256, 256, 256)
 
 
-def test_draws_equal_the_cpu() -> None:
+def test_gumbel_noise_on_the_gpu_equals_the_cpu() -> None:
     keys = torch.from_numpy(row_keys(*(torch.arange(33).numpy() for _ in range(3))))
     words = torch.from_numpy(token_words(50_001))
     on_device = gumbel(keys.cuda(), words.cuda()).cpu()
     torch.testing.assert_close(on_device, gumbel(keys, words), atol=1e-5, rtol=1e-5)
 
 
-def test_two_steps_are_queued_before_the_first_is_waited_for(tmp_path: Path) -> None:
+def test_two_steps_are_launched_before_the_first_is_awaited(tmp_path: Path) -> None:
     """Depth 1: step 2 feeds on step 1's tokens on the device; nothing synchronises in between."""
     _, path = tiny_models.save("llama", tmp_path)
     source = open_model(path)

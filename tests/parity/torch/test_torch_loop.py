@@ -145,7 +145,9 @@ def transformers_ids(model) -> list[list[int]]:
         if name not in BY_LENGTH
     ],
 )
-def test_every_schedule_gives_what_transformers_gives(name: str, device: str, tmp_path: Path):
+def test_every_schedule_generates_the_same_ids_as_transformers(
+    name: str, device: str, tmp_path: Path
+):
     model, path = tiny_models.save(name, tmp_path)
     expected = transformers_ids(model)
     for schedule in SCHEDULES if name == "llama" else BUSY:
@@ -161,7 +163,7 @@ def test_every_schedule_gives_what_transformers_gives(name: str, device: str, tm
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_scores_of_a_prompt_and_its_vector_are_those_of_transformers(name, device, tmp_path: Path):
+def test_prompt_logprobs_and_pooled_vectors_equal_transformers(name, device, tmp_path: Path):
     model, path = tiny_models.save(name, tmp_path)
     for schedule, options in SCHEDULES.items():
         scored = requests(params={"logprobs": 3, "score_prompt": True})
@@ -191,7 +193,7 @@ def test_scores_of_a_prompt_and_its_vector_are_those_of_transformers(name, devic
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_drafts_change_no_token(name: str, tmp_path: Path):
+def test_speculation_changes_no_token(name: str, tmp_path: Path):
     """On the CPU, because a GPU may round the tokens of a longer row differently."""
     _, path = tiny_models.save(name, tmp_path)
     sampling = {"temperature": 0.9, "presence_penalty": 0.3, "seed": 1}

@@ -47,7 +47,7 @@ def test_every_layer_and_the_logits_equal_hugging_face(name: str, tmp_path: Path
     assert logits.abs().max() > 1, "logits near zero would agree whatever the model did"
 
 
-def test_dynamic_rope_is_fixed_at_the_longest_length_served(tmp_path: Path) -> None:
+def test_dynamic_rope_is_fixed_at_the_maximum_served_length(tmp_path: Path) -> None:
     """Hugging Face stretches for the text at hand; we agree where that is as long as we serve."""
     theirs, path = tiny_models.save("llama-dynamic", tmp_path)
     length = tiny_models.MAX_POSITION + 60

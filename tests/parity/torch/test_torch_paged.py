@@ -78,7 +78,9 @@ def last_logits(driver: RunnerDriver, work: list[tuple[Track, int]]) -> torch.Te
 
 @pytest.mark.parametrize("attention", ["reference", "sdpa"])
 @pytest.mark.parametrize("chunk", [1, 3, 7, 100])
-def test_chunked_equals_whole(source: ModelSource, attention: str, chunk: int) -> None:
+def test_chunked_prefill_equals_whole_prefill(
+    source: ModelSource, attention: str, chunk: int
+) -> None:
     driver = RunnerDriver(runner_for(source, attention))
     tokens = tiny_models.text()
     track = driver.add(tokens)
@@ -89,7 +91,7 @@ def test_chunked_equals_whole(source: ModelSource, attention: str, chunk: int) -
 
 
 @pytest.mark.parametrize("attention", ["reference", "sdpa"])
-def test_mixed_batch_equals_each_alone(source: ModelSource, attention: str) -> None:
+def test_a_mixed_batch_equals_each_request_alone(source: ModelSource, attention: str) -> None:
     """One step of prompts, later chunks and single queries, rows in no helpful order."""
     driver = RunnerDriver(runner_for(source, attention))
     texts = [tiny_models.text(length, seed) for seed, length in enumerate(LENGTHS)]
@@ -105,7 +107,7 @@ def test_mixed_batch_equals_each_alone(source: ModelSource, attention: str) -> N
         torch.testing.assert_close(logits[row], expected, atol=TOLERANCE, rtol=0)
 
 
-def test_generation_batched_equals_alone(source: ModelSource) -> None:
+def test_batched_generation_equals_generation_alone(source: ModelSource) -> None:
     texts = [tiny_models.text(length, seed) for seed, length in enumerate(LENGTHS)]
     together = RunnerDriver(runner_for(source))
     batched = together.generate([together.add(text) for text in texts], 12, chunk=8)
@@ -114,7 +116,7 @@ def test_generation_batched_equals_alone(source: ModelSource) -> None:
         assert alone.generate([alone.add(text)], 12) == [tokens]
 
 
-def test_shared_prefix_blocks_equal_cold(source: ModelSource) -> None:
+def test_shared_prefix_blocks_equal_recomputed_ones(source: ModelSource) -> None:
     """Blocks written by another sequence are read through the table, by a chunk or one query."""
     driver = RunnerDriver(runner_for(source))
     prefix, shared = tiny_models.text(), 5
@@ -128,7 +130,7 @@ def test_shared_prefix_blocks_equal_cold(source: ModelSource) -> None:
         torch.testing.assert_close(row, expected_logits(source, text)[-1], atol=TOLERANCE, rtol=0)
 
 
-def test_token_known_to_the_device_alone(source: ModelSource) -> None:
+def test_from_device_stands_for_the_slots_last_sampled_token(source: ModelSource) -> None:
     """FROM_DEVICE stands for the slot's last drawn token, whatever other rows did."""
     driver = RunnerDriver(runner_for(source))
     tracks = [driver.add(tiny_models.text(6, seed)) for seed in range(3)]
@@ -156,7 +158,7 @@ def test_bfloat16_runner_stays_near_float32(source: ModelSource) -> None:
     assert error < 0.1
 
 
-def test_row_with_nan_is_flagged_and_leaves_no_trace(source: ModelSource) -> None:
+def test_a_row_with_nan_is_flagged_and_leaves_no_trace_in_the_cache(source: ModelSource) -> None:
     """Its neighbours are untouched, and the next owner of its blocks reads nothing of it."""
     runner = runner_for(source)
     driver = RunnerDriver(runner)

@@ -158,7 +158,7 @@ def generated(model: PreTrainedModel, prompt: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_greedy_ids_are_those_of_generate_whatever_the_schedule(models, name):
+def test_greedy_ids_equal_transformers_generate_under_every_schedule(models, name):
     expected = [generated(models.theirs(name), prompt) for prompt in prompts()]
     found = models.ours(name)
     assert ("paged" if found.shares else "own") == WAYS[name]
@@ -172,7 +172,7 @@ def test_greedy_ids_are_those_of_generate_whatever_the_schedule(models, name):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", QUICK)
-def test_a_gpu_gives_the_same_ids(models, name):
+def test_a_gpu_gives_the_same_ids_as_the_cpu(models, name):
     """Steps are launched there before the last one's tokens are known."""
     expected = [generated(models.theirs(name), prompt) for prompt in prompts()]
     found = fitted(models.path(name), device="cuda")
@@ -187,7 +187,7 @@ ROOMY = SCHEDULES["together"]
 
 
 @pytest.mark.parametrize("name", BOTH)
-def test_a_request_gets_the_same_alone_and_among_others(models, name):
+def test_a_request_gets_the_same_tokens_alone_and_batched(models, name):
     """Seeds, penalties, biases, filters and log-probabilities are each request's own."""
     found = models.ours(name)
     ways = (
@@ -216,7 +216,7 @@ def test_a_request_gets_the_same_alone_and_among_others(models, name):
 
 
 @pytest.mark.parametrize("name", BOTH)
-def test_a_prompt_is_scored_and_pooled_as_the_model_says(models, name):
+def test_prompt_logprobs_and_pooled_states_equal_transformers(models, name):
     theirs, prompt = models.theirs(name), tiny_models.text(40)
     params = SamplingParams(max_tokens=1, logprobs=0, score_prompt=True)
     requests = [
@@ -243,7 +243,7 @@ def unused_token(expected: list[list[int]]) -> int:
 
 
 @pytest.mark.parametrize("name", BOTH)
-def test_a_request_that_breaks_the_model_ends_alone(models, name):
+def test_a_request_that_makes_the_model_raise_fails_alone(models, name):
     """What it shared steps with is computed again, from whatever the failed step left."""
     expected = [generated(models.theirs(name), prompt) for prompt in prompts()]
     found = fitted(models.path(name))
@@ -268,7 +268,7 @@ def test_a_request_that_breaks_the_model_ends_alone(models, name):
 
 
 @pytest.mark.parametrize("name", BOTH)
-def test_what_is_not_finite_ends_alone_and_leaves_nothing_behind(models, name):
+def test_nan_fails_only_its_request_and_leaves_no_trace_in_the_cache(models, name):
     expected = [generated(models.theirs(name), prompt) for prompt in prompts()]
     found = fitted(models.path(name))
     poison = unused_token(expected)
@@ -290,7 +290,7 @@ def test_what_is_not_finite_ends_alone_and_leaves_nothing_behind(models, name):
     assert ids == expected
 
 
-def test_whoever_insists_on_one_way_gets_it_or_is_told(models):
+def test_the_attention_option_forces_paged_or_own_cache_or_is_refused(models):
     assert not fitted(models.path("llama"), attention="own").shares
     with pytest.raises(ConfigError, match="'paged' does not fit"):
         fitted(models.path("mamba"), attention="paged")

@@ -52,9 +52,7 @@ async def client(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-async def test_a_users_key_opens_nothing_of_the_administrators(
-    app: FastAPI, client: httpx.AsyncClient
-) -> None:
+async def test_a_client_key_opens_no_admin_route(app: FastAPI, client: httpx.AsyncClient) -> None:
     routes = [(method, path) for method, path in api_routes(app) if path.startswith(ADMIN_PATH)]
     assert len(routes) >= 20
     for registered, path in routes:
@@ -101,7 +99,9 @@ def locked_server() -> Iterator[LiveServer]:
         "http://evil.example/v1/admin/status",
     ],
 )
-def test_no_other_spelling_gets_past_it(locked_server: LiveServer, target: str) -> None:
+def test_alternative_path_spellings_do_not_bypass_admin_authentication(
+    locked_server: LiveServer, target: str
+) -> None:
     for extra in ("", "X-Original-URL: /v1/models\r\n", "X-Forwarded-Prefix: /v1/models\r\n"):
         head = (
             f"GET {target} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {USER}\r\n"
@@ -117,7 +117,7 @@ def test_no_other_spelling_gets_past_it(locked_server: LiveServer, target: str) 
 
 
 @pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://localhost:9999"])
-async def test_a_foreign_page_changes_nothing_by_any_route(
+async def test_cross_origin_requests_change_nothing_on_any_route(
     app: FastAPI, client: httpx.AsyncClient, origin: str
 ) -> None:
     for _, path in api_routes(app):
@@ -133,7 +133,7 @@ async def test_a_foreign_page_changes_nothing_by_any_route(
 @pytest.mark.parametrize(
     "kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", None]
 )
-async def test_what_a_page_can_send_without_asking_is_no_body(
+async def test_bodies_that_browsers_send_without_preflight_are_not_read_as_json(
     app: FastAPI, client: httpx.AsyncClient, kind: str | None
 ) -> None:
     """Forms and plain text need no preflight, so they are never read as JSON. Routes of Ollama and
@@ -147,6 +147,6 @@ async def test_what_a_page_can_send_without_asking_is_no_body(
     assert not app.state.services.lifecycle.is_draining
 
 
-def test_every_route_that_reads_a_body_is_in_these_tables(app: FastAPI) -> None:
+def test_every_route_that_reads_a_body_is_in_the_tables_of_this_file(app: FastAPI) -> None:
     posts = {path for method, path in api_routes(app) if method in CHANGING and method != "DELETE"}
     assert posts == {*BODILESS, *BODIES, *FORMS}

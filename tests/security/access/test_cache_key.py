@@ -49,7 +49,7 @@ NOT_KEYED: dict[str, Any] = {
 }
 
 
-def test_every_field_of_a_request_is_on_one_side() -> None:
+def test_every_request_field_is_classified_as_cache_keyed_or_not() -> None:
     """A new one (an adapter, an image) must be thought about before this is green."""
     assert set(GenerateRequest.__struct_fields__) == KEYED | set(NOT_KEYED)
 
@@ -62,7 +62,7 @@ def test_every_field_of_a_request_is_on_one_side() -> None:
     where=st.integers(0, 8 * SIZE - 1),
     change=st.integers(1, 2**31 - 1),
 )
-def test_any_change_is_a_miss_from_there_on(
+def test_a_changed_token_or_namespace_misses_the_prefix_cache_from_there_on(
     tokens: list[int], namespace: str, other: str, where: int, change: int
 ) -> None:
     tokens = tokens[: len(tokens) // SIZE * SIZE]
@@ -94,7 +94,7 @@ def hits(**changes: Any) -> int:
 
 
 @pytest.mark.parametrize("name", sorted(NOT_KEYED.keys() - {"request_id"}))
-def test_what_does_not_change_the_values_does_not_change_the_key(name: str) -> None:
+def test_fields_that_do_not_affect_kv_values_do_not_change_the_cache_key(name: str) -> None:
     assert hits(**{name: NOT_KEYED[name]}) == hits() > 0
 
 
@@ -104,7 +104,9 @@ def test_what_does_not_change_the_values_does_not_change_the_key(name: str) -> N
     where=st.integers(0, 23),
     change=st.integers(1, 255),
 )
-def test_any_change_of_an_image_is_another_key(pixels: bytes, where: int, change: int) -> None:
+def test_any_change_of_an_image_changes_its_cache_key(
+    pixels: bytes, where: int, change: int
+) -> None:
     """Each part of its content and of its shape. No key could be taken for a token."""
     changed = bytearray(pixels)
     changed[where] = (changed[where] + change) % 256
@@ -122,7 +124,7 @@ def test_any_change_of_an_image_is_another_key(pixels: bytes, where: int, change
     assert image_digest(moved) == image_digest(images[0])
 
 
-def test_what_does_change_them_does() -> None:
+def test_salt_and_prompt_change_the_cache_key() -> None:
     assert hits(salt="another") == 0
     assert hits(prompt=(2, *range(2, 18))) == 0
 
@@ -131,7 +133,7 @@ def test_what_does_change_them_does() -> None:
     one=st.tuples(st.text(max_size=6), st.text(max_size=6)),
     other=st.tuples(st.text(max_size=6), st.text(max_size=6)),
 )
-def test_no_tenant_can_choose_anothers_namespace(
+def test_a_client_salt_cannot_select_another_tenants_namespace(
     one: tuple[str, str], other: tuple[str, str]
 ) -> None:
     """A salt is made of the tenant's name, which is a digest, and of what the client chose."""

@@ -41,7 +41,9 @@ def log() -> Iterator[io.StringIO]:
     root.setLevel(level)
 
 
-def test_command_lines_of_children_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_lines_of_child_processes_contain_no_secrets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("HF_TOKEN", HUB)
     monkeypatch.setenv("CHILD_KEY", API)
     monkeypatch.setenv("LLM_ENGINE_API_KEY", API)
@@ -57,7 +59,7 @@ def test_command_lines_of_children_have_none(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     "key", ["server.api_key", "server.admin_key", "metrics.token", "limits.redis_url"]
 )
-def test_none_is_taken_from_a_file_that_is_shared(tmp_path: Path, key: str) -> None:
+def test_secrets_in_a_config_file_are_refused(tmp_path: Path, key: str) -> None:
     section, name = key.split(".")
     file = tmp_path / "engine.toml"
     file.write_text(f'[{section}]\n{name} = "{API}"\n')
@@ -66,7 +68,9 @@ def test_none_is_taken_from_a_file_that_is_shared(tmp_path: Path, key: str) -> N
     assert API not in str(raised.value)
 
 
-async def test_no_answer_log_or_metric_tells_one(tmp_path: Path, log: io.StringIO) -> None:
+async def test_no_response_log_or_metric_contains_a_secret(
+    tmp_path: Path, log: io.StringIO
+) -> None:
     file = tmp_path / "keys.json"
     named, _ = add_key(file, "alice", limits={"requests_per_minute": 3})
     server = {"api_key": API, "admin_key": ADMIN, "keys_file": file}

@@ -104,7 +104,7 @@ def test_only_probes_are_public() -> None:
         {"authorization": "Bearer other", "api-key": KEY},
     ],
 )
-async def test_the_key_is_taken_where_clients_put_it(
+async def test_the_api_key_is_accepted_in_every_header_that_clients_use(
     client: httpx.AsyncClient, headers: dict[str, str]
 ) -> None:
     assert (await client.get("/v1/models", headers=headers)).status_code == 200
@@ -114,13 +114,15 @@ async def test_the_key_is_taken_where_clients_put_it(
     "value",
     ["", "Bearer", "Bearer ", f"Basic {KEY}", KEY, f"Bearer {KEY}x", f"Bearer {KEY[:-1]}"],
 )
-async def test_near_misses(client: httpx.AsyncClient, value: str) -> None:
+async def test_malformed_authorization_headers_are_401(
+    client: httpx.AsyncClient, value: str
+) -> None:
     response = await client.get("/v1/models", headers={"authorization": value})
     assert response.status_code == 401
     assert KEY not in response.text
 
 
-async def test_metrics_token_opens_only_metrics(client: httpx.AsyncClient) -> None:
+async def test_the_metrics_token_opens_only_metrics(client: httpx.AsyncClient) -> None:
     scraper = {"authorization": f"Bearer {TOKEN}"}
     assert (await client.get("/metrics", headers=scraper)).status_code == 200
     assert (await client.get("/metrics", headers=BEARER)).status_code == 200
@@ -129,13 +131,13 @@ async def test_metrics_token_opens_only_metrics(client: httpx.AsyncClient) -> No
     assert list((await client.get("/health", headers=scraper)).json()) == ["status"]
 
 
-async def test_metrics_token_alone_protects_metrics() -> None:
+async def test_a_metrics_token_without_an_api_key_protects_metrics() -> None:
     async with client_for(app_with(metrics={"token": TOKEN})) as client:
         assert (await client.get("/metrics")).status_code == 401
         assert (await client.get("/v1/models")).status_code == 200
 
 
-async def test_requests_carry_their_tenant() -> None:
+async def test_requests_carry_the_tenant_of_their_key() -> None:
     backend = FakeBackend()
     app = create_app(make_settings(server={"api_key": KEY}), backend, Metrics(MODEL))
     async with client_for(app) as client:
@@ -161,7 +163,9 @@ async def test_requests_carry_their_tenant() -> None:
         "OPTIONS /v1/models HTTP/1.1",
     ],
 )
-def test_path_tricks_do_not_get_in(locked_server: LiveServer, request_line: str) -> None:
+def test_path_tricks_do_not_bypass_authentication(
+    locked_server: LiveServer, request_line: str
+) -> None:
     for host in ("localhost", "localhost/livez?", "localhost/../livez", "evil.example"):
         head = f"{request_line}\r\nHost: {host}\r\nX-Forwarded-Prefix: /livez\r\n"
         answer = b""
@@ -189,7 +193,7 @@ def test_path_tricks_do_not_get_in(locked_server: LiveServer, request_line: str)
         ("", 400),
     ],
 )
-async def test_host_names(host: str, status: int) -> None:
+async def test_host_header_is_checked_against_allowed_hosts(host: str, status: int) -> None:
     async with client_for(app_with(server={"allowed_hosts": ["gpu.internal"]})) as client:
         response = await client.get("/v1/models", headers={"host": host})
         assert response.status_code == status
@@ -197,7 +201,7 @@ async def test_host_names(host: str, status: int) -> None:
         assert probe.status_code == 200
 
 
-async def test_an_address_is_no_trick_when_every_interface_is_served() -> None:
+async def test_any_ip_address_is_an_allowed_host_when_listening_on_all_interfaces() -> None:
     async with client_for(app_with(server={"host": "0.0.0.0", "api_key": KEY})) as client:
         for host, status in (("192.168.0.7:80", 200), ("[fe80::1]", 200), ("evil.example", 400)):
             response = await client.get("/v1/models", headers=BEARER | {"host": host})
@@ -207,7 +211,7 @@ async def test_an_address_is_no_trick_when_every_interface_is_served() -> None:
 @pytest.mark.parametrize(
     "origin", ["https://evil.example", "null", "http://localhost:9999", "file://", "http://[bad"]
 )
-async def test_foreign_origins_may_not_change_anything(origin: str) -> None:
+async def test_cross_origin_requests_may_not_change_anything(origin: str) -> None:
     backend = FakeBackend()
     app = create_app(make_settings(), backend, Metrics(MODEL))
     async with client_for(app) as client:
@@ -223,7 +227,7 @@ async def test_foreign_origins_may_not_change_anything(origin: str) -> None:
     assert len(backend.requests) == 1
 
 
-async def test_cors_for_listed_origins_only() -> None:
+async def test_cors_headers_are_sent_for_listed_origins_only() -> None:
     listed = {"enable_cors": True, "cors_origins": ["https://app.example"], "api_key": KEY}
     async with client_for(app_with(server=listed)) as client:
         preflight = {
@@ -250,7 +254,7 @@ async def test_cors_for_listed_origins_only() -> None:
         assert posted.status_code == 403
 
 
-async def test_no_documentation_pages() -> None:
+async def test_interactive_api_docs_are_not_served() -> None:
     async with client_for(app_with()) as client:
         for path in ("/docs", "/redoc"):
             assert (await client.get(path)).status_code == 404

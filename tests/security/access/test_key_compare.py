@@ -40,7 +40,7 @@ def _is_outer(loop: ast.For) -> bool:
     return any(isinstance(node, ast.For) for node in loop.body)
 
 
-def test_no_key_is_kept_as_it_is(tmp_path: Path) -> None:
+def test_keys_are_kept_only_as_digests(tmp_path: Path) -> None:
     file = tmp_path / "keys.json"
     made, _ = add_key(file, "alice")
     ring = KeyRing(make_settings(server={"api_key": KEY, "keys_file": file}).server)
@@ -57,7 +57,7 @@ def request_with(key: str) -> Request:
 
 
 @pytest.mark.slow
-def test_time_does_not_tell_how_much_of_a_key_was_right() -> None:
+def test_key_comparison_takes_the_same_time_for_nearly_right_keys() -> None:
     """By Welch's t over interleaved samples; one run in some hundreds fails by chance."""
     settings = make_settings(server={"api_key": KEY})
     authenticator = Authenticator(settings, KeyRing(settings.server), AuthThrottle(10**6))

@@ -123,7 +123,9 @@ async def test_no_answer_names_a_model_that_the_key_may_not_use(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", HIDDEN)
-async def test_a_model_of_others_is_like_one_that_is_not_there(tmp_path: Path, name: str) -> None:
+async def test_a_model_that_the_key_may_not_use_looks_like_a_missing_one(
+    tmp_path: Path, name: str
+) -> None:
     app, backend, keys = make_app(tmp_path)
     differing = []
     async with client_for(app, keys["limited"]) as client:
@@ -159,7 +161,9 @@ async def test_a_tenant_that_may_use_all_models_sees_no_model_that_another_train
     assert not backend.requests
 
 
-async def test_the_name_of_a_model_may_be_left_out_if_the_key_may_use_one(tmp_path: Path) -> None:
+async def test_the_model_name_may_be_omitted_if_the_key_is_limited_to_one_model(
+    tmp_path: Path,
+) -> None:
     app, backend, keys = make_app(tmp_path)
     async with client_for(app, keys["limited"]) as client:
         answer = await client.post("/v1/completions", json={"prompt": "a"})
@@ -170,7 +174,7 @@ async def test_the_name_of_a_model_may_be_left_out_if_the_key_may_use_one(tmp_pa
     assert [request.context.model for request in backend.requests] == [MODEL]
 
 
-async def test_the_model_of_moderation_is_for_keys_that_may_use_it(tmp_path: Path) -> None:
+async def test_moderation_needs_a_key_that_may_use_the_moderation_model(tmp_path: Path) -> None:
     app, backend, keys = make_app(tmp_path, moderation_model=HIDDEN[0])
     async with client_for(app, keys["limited"]) as client:
         status, text = await send(client, "POST", "/v1/moderations", {"input": "a"})
@@ -178,7 +182,9 @@ async def test_the_model_of_moderation_is_for_keys_that_may_use_it(tmp_path: Pat
     assert not backend.requests
 
 
-async def test_reports_on_all_requests_are_not_for_one_tenant_of_several(tmp_path: Path) -> None:
+async def test_metrics_of_all_requests_are_refused_if_there_are_several_tenants(
+    tmp_path: Path,
+) -> None:
     for names, status in ((("one",), 200), (("one", "two"), 403)):
         keys_file = tmp_path / f"{len(names)}.json"
         key = [add_key(keys_file, name)[0] for name in names][0]

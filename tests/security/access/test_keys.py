@@ -41,7 +41,7 @@ def keys_file(tmp_path: Path) -> Path:
     return tmp_path / "keys.json"
 
 
-def test_a_key_is_long_told_once_and_never_written_down(keys_file: Path) -> None:
+def test_a_new_key_is_long_shown_once_and_stored_only_as_a_hash(keys_file: Path) -> None:
     key, entry = add_key(keys_file, "alice", tenant="team")
     other, _ = add_key(keys_file, "bob")
     assert key != other and len(key) >= 43
@@ -52,7 +52,7 @@ def test_a_key_is_long_told_once_and_never_written_down(keys_file: Path) -> None
     assert "sha256" not in entry.public()
 
 
-def test_the_file_is_changed_by_name(keys_file: Path) -> None:
+def test_keys_in_the_key_file_are_added_changed_and_removed_by_name(keys_file: Path) -> None:
     add_key(keys_file, "alice")
     with pytest.raises(ConflictError, match="alice"):
         add_key(keys_file, "alice")
@@ -83,7 +83,7 @@ def test_the_file_is_changed_by_name(keys_file: Path) -> None:
         '{"keys": []}',
     ],
 )
-def test_a_broken_file_is_refused_by_name(keys_file: Path, content: str) -> None:
+def test_a_malformed_key_file_is_refused_by_name(keys_file: Path, content: str) -> None:
     keys_file.write_text(content)
     keys_file.chmod(0o600)
     with pytest.raises(ConfigError, match="keys.json"):
@@ -91,14 +91,14 @@ def test_a_broken_file_is_refused_by_name(keys_file: Path, content: str) -> None
 
 
 @pytest.mark.parametrize("mode", [0o620, 0o602])
-def test_a_file_that_others_can_write_is_refused(keys_file: Path, mode: int) -> None:
+def test_a_key_file_writable_by_others_is_refused(keys_file: Path, mode: int) -> None:
     add_key(keys_file, "alice")
     keys_file.chmod(mode)
     with pytest.raises(ConfigError, match="chmod 600"):
         app_with(server={"keys_file": keys_file})
 
 
-async def test_tenants_are_owners_and_namespaces(keys_file: Path) -> None:
+async def test_a_keys_tenant_owns_objects_and_a_cache_namespace(keys_file: Path) -> None:
     first, _ = add_key(keys_file, "old", tenant="team")
     second, _ = add_key(keys_file, "new", tenant="team")
     stranger, _ = add_key(keys_file, "stranger")
@@ -123,7 +123,7 @@ async def admin_status(app: FastAPI, key: str | None, method: str = "GET") -> in
         return (await client.request(method, path, json={})).status_code
 
 
-async def test_administration_needs_its_own_key(keys_file: Path) -> None:
+async def test_admin_routes_need_the_admin_key(keys_file: Path) -> None:
     named, _ = add_key(keys_file, "root", role="admin")
     add_key(keys_file, "user")
     server = {"api_key": USER, "admin_key": ADMIN, "keys_file": keys_file}
@@ -136,7 +136,7 @@ async def test_administration_needs_its_own_key(keys_file: Path) -> None:
         assert (await client.get("/v1/models")).status_code == 200
 
 
-async def test_without_an_admin_key_clients_may_see_routes_and_nothing_else() -> None:
+async def test_without_an_admin_key_clients_can_read_only_the_routes_report() -> None:
     app = app_with(server={"api_key": USER})
     assert await admin_status(app, USER) == 200
     assert await admin_status(app, USER, "POST") == 403
@@ -145,7 +145,7 @@ async def test_without_an_admin_key_clients_may_see_routes_and_nothing_else() ->
             assert (await client.get(f"/v1/admin/{path}")).status_code == 403
 
 
-async def test_an_admin_key_alone_leaves_the_rest_open() -> None:
+async def test_with_only_an_admin_key_client_routes_stay_open() -> None:
     app = app_with(server={"admin_key": ADMIN})
     async with client_for(app) as client:
         assert (await client.get("/v1/models")).status_code == 200
@@ -153,12 +153,12 @@ async def test_an_admin_key_alone_leaves_the_rest_open() -> None:
     assert await admin_status(app, ADMIN) == 200
 
 
-def test_one_key_can_not_be_both() -> None:
+def test_the_same_key_cannot_be_client_and_admin_key() -> None:
     with pytest.raises(ConfigError, match="twice"):
         app_with(server={"api_key": USER, "admin_key": USER})
 
 
-async def test_guessing_is_slowed_down_by_address() -> None:
+async def test_failed_authentications_are_throttled_by_address() -> None:
     app = app_with(server={"api_key": USER}, limits={"auth_failures_per_minute": 5})
     async with client_for(app) as client:
         for number in range(8):
@@ -180,7 +180,7 @@ async def test_guessing_is_slowed_down_by_address() -> None:
     assert last.status_code == 429  # one network
 
 
-def test_the_command_makes_lists_and_removes_keys(keys_file: Path) -> None:
+def test_engine_keys_creates_lists_and_removes_keys(keys_file: Path) -> None:
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "engine.cli.main", "keys", *arguments]
         return subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -195,7 +195,7 @@ def test_the_command_makes_lists_and_removes_keys(keys_file: Path) -> None:
     assert read_keys(keys_file) == ()
 
 
-def test_a_file_without_a_clients_key_opens_nothing(keys_file: Path) -> None:
+def test_a_key_file_without_a_client_key_is_refused(keys_file: Path) -> None:
     add_key(keys_file, "root", role="admin")
     server = make_settings(server={"keys_file": keys_file}).server
     with pytest.raises(ConfigError, match="no key for clients"):
@@ -204,7 +204,7 @@ def test_a_file_without_a_clients_key_opens_nothing(keys_file: Path) -> None:
     assert KeyRing(server).has_users
 
 
-def test_two_keys_of_one_name_are_refused(keys_file: Path) -> None:
+def test_two_keys_with_one_name_are_refused(keys_file: Path) -> None:
     add_key(keys_file, "alice")
     add_key(keys_file, "bob")
     keys_file.write_text(keys_file.read_text().replace("bob", "alice"))
@@ -212,7 +212,7 @@ def test_two_keys_of_one_name_are_refused(keys_file: Path) -> None:
         read_keys(keys_file)
 
 
-def test_every_limit_of_a_new_key_is_its_own(tmp_path: Path) -> None:
+def test_every_limit_option_of_keys_new_is_stored(tmp_path: Path) -> None:
     names = (
         *("requests-per-minute", "tokens-per-minute", "max-concurrent"),
         *("max-queued", "max-queued-tokens"),
@@ -229,7 +229,7 @@ def test_every_limit_of_a_new_key_is_its_own(tmp_path: Path) -> None:
     ("options", "role", "tenant"),
     [((), "user", "bob"), (("--admin", "--tenant", "team"), "admin", "team")],
 )
-def test_a_new_key_has_the_role_and_tenant_it_was_made_for(
+def test_keys_new_stores_role_and_tenant(
     tmp_path: Path, options: tuple[str, ...], role: str, tenant: str
 ) -> None:
     path = tmp_path / "keys.json"

@@ -89,7 +89,7 @@ def check(text: str) -> None:
 
 
 @pytest.mark.parametrize("broken", ["chat", "complete", "resolve", "models", "health", None])
-async def test_bugs_are_answered_alike(
+async def test_internal_errors_in_generation_leak_no_details(
     client: httpx.AsyncClient, backend: BrokenBackend, broken: str | None
 ) -> None:
     backend.failure, backend.broken = LEAK, broken
@@ -102,7 +102,7 @@ async def test_bugs_are_answered_alike(
 
 
 @pytest.mark.parametrize("broken", ["embed", "tokenize", "detokenize", "models", "stats"])
-async def test_bugs_beside_generation_are_answered_alike(
+async def test_internal_errors_beside_generation_leak_no_details(
     client: httpx.AsyncClient, backend: BrokenBackend, broken: str
 ) -> None:
     backend.broken = broken
@@ -115,7 +115,7 @@ async def test_bugs_beside_generation_are_answered_alike(
 
 
 @pytest.mark.parametrize("hostile", ["a\r\nb", "\x1b[31m", "\u2028", '{"level":"x"}\n', "\x00"])
-async def test_a_request_is_one_line_of_the_log(
+async def test_a_request_is_logged_on_one_line(
     log: io.StringIO, client: httpx.AsyncClient, hostile: str
 ) -> None:
     header = hostile.encode("utf-8").replace(b"\r\n", b" ").replace(b"\n", b" ").replace(b"\0", b"")
@@ -148,7 +148,7 @@ async def test_a_request_is_one_line_of_the_log(
         "~/.ssh/id_rsa",
     ],
 )
-async def test_names_are_looked_up_and_never_opened(client: httpx.AsyncClient, name: str) -> None:
+async def test_model_names_are_never_used_as_paths(client: httpx.AsyncClient, name: str) -> None:
     for path, body in (GENERATING | OTHERS).items():
         if "model" in body:
             response = await client.post(path, json=body | {"model": name})
@@ -161,7 +161,7 @@ async def test_names_are_looked_up_and_never_opened(client: httpx.AsyncClient, n
         assert "root:" not in response.text
 
 
-async def test_nothing_is_kept_of_names_keys_and_salts() -> None:
+async def test_memory_and_metrics_do_not_grow_with_client_chosen_names_keys_and_salts() -> None:
     metrics, backend = Metrics(MODEL), FakeBackend(["x"])
     # The last requests are kept on purpose, with their ids.
     settings = make_settings(server={"api_key": "k" * 32}, requests={"keep": 10})

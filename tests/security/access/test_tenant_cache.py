@@ -28,7 +28,7 @@ def ask(engine: ToyEngine, name: str, tenant: str, prompt: list[int]) -> int:
     return int(engine.outcomes[name, 0].num_cached)
 
 
-def test_a_prefix_of_another_tenant_is_never_found() -> None:
+def test_a_prefix_cached_by_another_tenant_is_never_found() -> None:
     engine = ToyEngine(num_blocks=2200, block_size=2, max_seq_len=4096, budget=512)
     assert ask(engine, "a1", "a", PREFIX) == 0
     assert ask(engine, "b1", "b", PREFIX) == 0
@@ -38,7 +38,7 @@ def test_a_prefix_of_another_tenant_is_never_found() -> None:
 
 
 @pytest.mark.parametrize("num_floods", [1, 3])
-def test_a_flood_leaves_a_tenant_its_share(num_floods: int) -> None:
+def test_a_flood_leaves_another_tenant_its_cache_share(num_floods: int) -> None:
     engine = ToyEngine(num_blocks=129, block_size=2, max_seq_len=128, budget=128)
     warm = PREFIX[:40]  # of 128 blocks 20, and one for its answer
     ask(engine, "warm", "victim", warm)
@@ -50,7 +50,7 @@ def test_a_flood_leaves_a_tenant_its_share(num_floods: int) -> None:
     engine.check()
 
 
-async def test_each_key_has_a_namespace_of_its_own_unless_they_are_one_tenants(
+async def test_each_key_has_its_own_cache_namespace_unless_keys_share_a_tenant(
     tmp_path: Path,
 ) -> None:
     file, backend = tmp_path / "keys.json", FakeBackend()
@@ -72,7 +72,9 @@ KEYS = [("alice", None), ("bob", None), ("old", "team"), ("new", "team")]
 
 
 @pytest.mark.slow
-def test_over_http_cached_tokens_are_ones_own(default_model: Path, tmp_path: Path) -> None:
+def test_cached_tokens_over_http_are_never_another_tenants(
+    default_model: Path, tmp_path: Path
+) -> None:
     file = tmp_path / "keys.json"
     keys = [add_key(file, name)[0] for name in ("alice", "bob")]
     text = " ".join(f"word{number}" for number in range(300))

@@ -135,7 +135,7 @@ async def asked(client: httpx.AsyncClient, method: str, path: str, body: Any) ->
     return answer.status_code, answer.text
 
 
-async def test_every_object_is_nothing_to_another_tenant(
+async def test_objects_of_another_tenant_look_like_missing_objects_on_every_route(
     app: FastAPI, alice: httpx.AsyncClient, bob: httpx.AsyncClient
 ) -> None:
     objects = await objects_of(alice)
@@ -156,7 +156,7 @@ async def test_every_object_is_nothing_to_another_tenant(
     assert not differing
 
 
-async def test_its_tenant_still_has_every_object(
+async def test_the_owner_can_still_read_every_object(
     app: FastAPI, alice: httpx.AsyncClient, bob: httpx.AsyncClient
 ) -> None:
     """Otherwise the test above would pass on a server that has no objects."""
@@ -169,7 +169,7 @@ async def test_its_tenant_still_has_every_object(
 
 
 @pytest.mark.parametrize("field", ["previous_response_id", "conversation"])
-async def test_no_one_continues_what_another_said(
+async def test_a_response_cannot_continue_another_tenants_conversation(
     alice: httpx.AsyncClient, bob: httpx.AsyncClient, field: str
 ) -> None:
     objects = await objects_of(alice)

@@ -17,7 +17,7 @@ from tests.support.fakes.scripted_server import ENDING, HELLO, scripted_server, 
 SECRET = "sk-very-secret-0123456789"
 
 
-def test_a_key_comes_from_a_variable_or_a_file(tmp_path: Path) -> None:
+def test_an_upstream_key_comes_from_an_environment_variable_or_a_file(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text(f"{SECRET}\n")
     for config in (
@@ -44,24 +44,24 @@ def test_a_key_comes_from_a_variable_or_a_file(tmp_path: Path) -> None:
         ({"headers": {"bad name": "x"}}, {}, "can't be set"),
     ],
 )
-def test_keys_and_headers_that_can_not_be_used(fields, environ, words) -> None:
+def test_unusable_upstream_keys_and_headers_are_refused(fields, environ, words) -> None:
     with pytest.raises(ConfigError, match=words) as caught:
         request_headers(OpenAIConfig(base_url="http://h/v1", **fields), environ)
     assert SECRET not in str(caught.value)
 
 
-def test_a_key_in_an_address_is_refused_and_not_repeated() -> None:
+def test_a_key_in_a_base_url_is_refused_and_not_echoed() -> None:
     with pytest.raises(ConfigError, match="api_key_env") as caught:
         parse_endpoint(f"http://user:{SECRET}@host/v1")
     assert SECRET not in str(caught.value)
 
 
-def test_there_is_no_option_for_a_key_itself() -> None:
+def test_an_upstream_key_cannot_be_given_as_an_option() -> None:
     with pytest.raises(ConfigError, match="no option 'api_key'; did you mean api_key_env"):
         make_backend("openai", "m", {"base_url": "http://h/v1", "api_key": SECRET})
 
 
-async def test_a_key_is_sent_and_never_told(caplog, monkeypatch) -> None:
+async def test_an_upstream_key_is_sent_and_never_logged_or_echoed(caplog, monkeypatch) -> None:
     caplog.set_level(logging.DEBUG)
     monkeypatch.setenv("UPSTREAM_KEY", SECRET)
     refusal = whole({"error": {"message": f"Incorrect API key: {SECRET[:4]}***"}}, 401)
@@ -79,7 +79,7 @@ async def test_a_key_is_sent_and_never_told(caplog, monkeypatch) -> None:
         await backend.stop()
 
 
-async def test_redirects_do_not_take_the_key_elsewhere(monkeypatch) -> None:
+async def test_redirects_do_not_carry_the_upstream_key_to_another_server(monkeypatch) -> None:
     monkeypatch.setenv("UPSTREAM_KEY", SECRET)
     async with scripted_server(stream(*HELLO, *ENDING)) as other:
         moved = whole(b"", 307, location=f"{other.url}/chat/completions")

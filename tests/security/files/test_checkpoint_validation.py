@@ -59,7 +59,7 @@ def start(request: pytest.FixtureRequest, process: EngineProcess) -> StartReadin
         ("open_many", "Too many open files"),
     ],
 )
-def test_a_parser_that_was_led_astray_harms_nobody(
+def test_a_parser_that_fills_memory_spins_or_crashes_ends_only_the_sandbox(
     model: Path, start: StartReading, deed: str, words: str
 ) -> None:
     with pytest.raises(ModelFormatError, match=words):
@@ -70,12 +70,14 @@ def test_a_parser_that_was_led_astray_harms_nobody(
     assert not (model.parent / "examined").exists()
 
 
-def test_one_that_never_ends_is_ended(model: Path, start: StartReading) -> None:
+def test_a_validation_that_does_not_end_is_killed_at_its_time_limit(
+    model: Path, start: StartReading
+) -> None:
     with pytest.raises(ModelFormatError, match="within 1 s"):
         validate(model, "tests.support.fakes.hostile_parsers:sleep", start, max_seconds=1)
 
 
-def test_what_the_validator_says_is_what_the_user_reads(model: Path, start: StartReading) -> None:
+def test_the_validators_error_message_reaches_the_user(model: Path, start: StartReading) -> None:
     with pytest.raises(ModelError, match="there is no model in it") as raised:
         validate(model, "tests.support.fakes.hostile_parsers:refuse", start)
     assert type(raised.value) is ModelError
@@ -83,19 +85,19 @@ def test_what_the_validator_says_is_what_the_user_reads(model: Path, start: Star
         validate(model, VALIDATOR, start)
 
 
-def test_what_the_validator_found_is_handed_on_unless_it_is_too_much(
+def test_the_validators_result_is_returned_unless_it_is_too_large(
     model: Path, start: StartReading
 ) -> None:
     assert validate(model, "tests.support.fakes.hostile_parsers:find", start) == b"found" * 100_000
     assert validate(model, "tests.support.fakes.hostile_parsers:find_too_much", start) == b""
 
 
-def test_a_fork_holds_nothing_of_the_engine(model: Path, process: EngineProcess) -> None:
+def test_the_forked_validator_inherits_no_open_files(model: Path, process: EngineProcess) -> None:
     validate(model, "tests.support.fakes.hostile_parsers:hold_three_files", process.validate)
 
 
 @pytest.mark.parametrize("reads_it", [False, True])
-def test_an_engine_that_ends_examines_nothing(
+def test_an_engine_that_is_stopped_validates_nothing(
     model: Path, process: EngineProcess, reads_it: bool
 ) -> None:
     if not reads_it:
@@ -117,7 +119,9 @@ def quick() -> Iterator[EngineProcess]:
     process.discard()
 
 
-def test_an_engine_begins_when_what_it_reads_has_passed(model: Path, quick: EngineProcess) -> None:
+def test_the_engine_starts_loading_once_the_weights_have_passed_validation(
+    model: Path, quick: EngineProcess
+) -> None:
     """And its first message comes behind the end of the validation, and is not lost."""
     begun = Validation(model, "tests.support.fakes.hostile_parsers:pass_and_wait", quick.validate)
     quick.begin(engine_options(Settings(), "native", model))
@@ -127,7 +131,7 @@ def test_an_engine_begins_when_what_it_reads_has_passed(model: Path, quick: Engi
 
 
 @pytest.mark.parametrize("deed", ["refuse", "crash", "fill_memory"])
-def test_an_engine_never_begins_with_what_was_refused(
+def test_the_engine_never_loads_a_refused_file(
     model: Path, quick: EngineProcess, deed: str
 ) -> None:
     begun = Validation(model, f"tests.support.fakes.hostile_parsers:{deed}", quick.validate)
@@ -138,7 +142,9 @@ def test_an_engine_never_begins_with_what_was_refused(
     assert not begun_file(model).exists()
 
 
-def test_what_is_refused_late_is_refused_all_the_same(model: Path, quick: EngineProcess) -> None:
+def test_a_tokenizer_refused_after_loading_began_still_ends_the_start(
+    model: Path, quick: EngineProcess
+) -> None:
     begun = Validation(model, "tests.support.fakes.hostile_parsers:refuse_late", quick.validate)
     quick.begin(engine_options(Settings(), "native", model))
     with pytest.raises(ModelError, match="its text is bad"):
@@ -146,7 +152,7 @@ def test_what_is_refused_late_is_refused_all_the_same(model: Path, quick: Engine
     assert not (model.parent / "examined").exists()
 
 
-def test_a_file_is_examined_once_until_it_changes(
+def test_a_file_is_validated_once_until_it_changes(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = []
@@ -172,12 +178,14 @@ def test_a_file_is_examined_once_until_it_changes(
     assert len(runs) == 4, "a mark that others may have made counts for nothing"
 
 
-def test_an_validation_goes_on_beside_its_caller(model: Path) -> None:
+def test_validation_runs_concurrently_with_its_caller(model: Path) -> None:
     begun = Validation(model, "tests.support.fakes.hostile_parsers:refuse")
     assert begun.is_under_way
     with pytest.raises(ModelError, match="there is no model in it"):
         begun.finish()
 
 
-def test_the_default_model_passes(default_model: Path, model: Path, start: StartReading) -> None:
+def test_the_default_model_passes_validation(
+    default_model: Path, model: Path, start: StartReading
+) -> None:
     validate(default_model, VALIDATOR, start)

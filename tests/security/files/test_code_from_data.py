@@ -98,15 +98,15 @@ def shells(trees: dict[str, ast.Module]) -> list[str]:
     ]
 
 
-def test_no_call_makes_code_of_data(trees: dict[str, ast.Module]) -> None:
+def test_no_call_turns_data_into_code(trees: dict[str, ast.Module]) -> None:
     assert not banned_calls(trees)
 
 
-def test_no_program_is_run_by_a_shell(trees: dict[str, ast.Module]) -> None:
+def test_no_subprocess_uses_a_shell(trees: dict[str, ast.Module]) -> None:
     assert not shells(trees)
 
 
-def test_modules_are_imported_by_name_in_few_places(trees: dict[str, ast.Module]) -> None:
+def test_import_module_is_used_in_few_places(trees: dict[str, ast.Module]) -> None:
     users = {
         where
         for where, tree in trees.items()
@@ -116,7 +116,7 @@ def test_modules_are_imported_by_name_in_few_places(trees: dict[str, ast.Module]
     assert users <= IMPORTERS
 
 
-def test_the_c_library_is_called_in_few_places(trees: dict[str, ast.Module]) -> None:
+def test_ctypes_is_imported_in_few_places(trees: dict[str, ast.Module]) -> None:
     users = {
         where
         for where, tree in trees.items()

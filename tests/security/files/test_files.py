@@ -79,7 +79,7 @@ def is_harmless(name: str) -> bool:
 
 
 @pytest.mark.parametrize("name", HOSTILE_NAMES)
-def test_a_name_is_shown_harmlessly_and_used_for_nothing(
+def test_a_file_name_is_shown_escaped_and_never_used_as_a_path(
     server: LiveServer, storage: Path, name: str
 ) -> None:
     assert is_harmless(safe_name(name))
@@ -103,7 +103,7 @@ def test_a_name_is_shown_harmlessly_and_used_for_nothing(
     "path",
     ["../batches.db", "..%2fbatches.db", "%2e%2e/batches.db", "..%5c..%5cx", "file-%00", "x" * 900],
 )
-def test_ids_are_looked_up_never_followed(server: LiveServer, path: str) -> None:
+def test_file_ids_are_looked_up_and_never_used_as_paths(server: LiveServer, path: str) -> None:
     for method, suffix in (("GET", ""), ("GET", "/content"), ("DELETE", "")):
         with server.connect() as connection:
             head = f"{method} /v1/files/{path}{suffix} HTTP/1.1\r\nHost: localhost\r\n"
@@ -133,7 +133,7 @@ def test_ids_are_looked_up_never_followed(server: LiveServer, path: str) -> None
         (f"--{BOUNDARY}\r\nX: ".encode() + b"y" * 100_000 + b"\r\n" + FILE + END, 400, None),
     ],
 )
-def test_bad_forms_leave_nothing(
+def test_malformed_upload_forms_are_refused_and_store_nothing(
     server: LiveServer, storage: Path, body: bytes, status: int, param: str | None
 ) -> None:
     post(server, PURPOSE + FILE + END)
@@ -144,7 +144,7 @@ def test_bad_forms_leave_nothing(
     assert set((storage / "files").iterdir()) == before
 
 
-def test_size_is_counted_not_believed(
+def test_upload_size_is_counted_and_not_taken_from_headers(
     server: LiveServer, storage: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(form, "MAX_FILE_BYTES", 1 << 20)
@@ -160,7 +160,7 @@ def test_size_is_counted_not_believed(
     assert set((storage / "files").iterdir()) == before
 
 
-def test_a_client_that_stops_sending_is_let_go(
+def test_an_upload_that_stops_sending_is_closed(
     server: LiveServer, storage: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(form, "IDLE_TIMEOUT_S", 0.1)
@@ -186,11 +186,13 @@ def test_a_client_that_stops_sending_is_let_go(
         {"content-encoding": "gzip"},
     ],
 )
-def test_other_encodings_are_refused(server: LiveServer, headers: dict[str, str]) -> None:
+def test_uploads_with_other_content_types_are_415(
+    server: LiveServer, headers: dict[str, str]
+) -> None:
     assert post(server, PURPOSE + FILE + END, **headers).status_code == 415
 
 
-def test_another_key_sees_nothing(tmp_path: Path) -> None:
+def test_another_api_key_cannot_see_files_or_batches(tmp_path: Path) -> None:
     with live_server(server={"api_key": KEY}, storage={"path": tmp_path}) as server:
         file_id = post(server, PURPOSE + FILE + END).json()["id"]
         batch = {
@@ -219,7 +221,7 @@ def test_another_key_sees_nothing(tmp_path: Path) -> None:
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "input_file_id"
 
 
-def test_no_client_can_pass_for_the_server_itself(server: LiveServer) -> None:
+def test_no_client_can_impersonate_the_servers_own_requests(server: LiveServer) -> None:
     name = "engine.acting_for"
     principal = Principal("")
     for headers in (
@@ -232,7 +234,7 @@ def test_no_client_can_pass_for_the_server_itself(server: LiveServer) -> None:
         assert answer.status_code == 401
 
 
-async def test_the_servers_own_requests_are_those_of_keys_that_still_count(tmp_path: Path) -> None:
+async def test_the_servers_own_requests_need_a_key_that_is_still_valid(tmp_path: Path) -> None:
     sections = {"server": {"api_key": KEY}, "storage": {"path": tmp_path}}
     backend = FakeBackend()
     app = create_app(make_settings(**sections), backend, Metrics(MODEL))

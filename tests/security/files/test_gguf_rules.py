@@ -215,7 +215,7 @@ def use_mmap(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.mark.parametrize("case", SOUND)
-def test_sound_file_is_read(tmp_path: Path, case: str, use_mmap: bool) -> None:
+def test_valid_gguf_files_are_read(tmp_path: Path, case: str, use_mmap: bool) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(SOUND[case])
     for stored in open_gguf(path, use_mmap).tensors.values():
@@ -223,7 +223,7 @@ def test_sound_file_is_read(tmp_path: Path, case: str, use_mmap: bool) -> None:
 
 
 @pytest.mark.parametrize("case", DAMAGED)
-def test_damaged_file_is_refused_for_its_reason(tmp_path: Path, case: str, use_mmap: bool) -> None:
+def test_damaged_gguf_is_refused_for_its_reason(tmp_path: Path, case: str, use_mmap: bool) -> None:
     content, reason = DAMAGED[case]
     path = tmp_path / "m.gguf"
     path.write_bytes(content)
@@ -237,7 +237,7 @@ def test_damaged_file_is_refused_for_its_reason(tmp_path: Path, case: str, use_m
         tracemalloc.stop()
 
 
-def test_every_cut_of_a_file_is_refused(tmp_path: Path) -> None:
+def test_every_truncation_of_a_gguf_is_refused(tmp_path: Path) -> None:
     whole = assemble(
         [NAME, entry("tokens", ARRAY, array(STRING, 3, text("a") + text("bc") + text("")))],
         [T32, tensor("u", [32], Q8_0, offset=128)],
@@ -252,7 +252,7 @@ def test_every_cut_of_a_file_is_refused(tmp_path: Path) -> None:
             open_gguf(path)
 
 
-def test_random_damage_never_escapes_as_another_exception(tmp_path: Path) -> None:
+def test_random_gguf_damage_raises_only_model_format_errors(tmp_path: Path) -> None:
     """Whatever the bytes: a checkpoint whose views lie inside the file, or an `EngineError`."""
     rng = random.Random(7)
     whole = assemble(
@@ -279,12 +279,12 @@ def test_random_damage_never_escapes_as_another_exception(tmp_path: Path) -> Non
             assert stored.numpy().shape == stored.shape
 
 
-def test_unsupported_types_are_told_from_supported_ones() -> None:
+def test_removed_and_integer_gguf_types_are_not_supported() -> None:
     """Type numbers 4 and 5 were removed from the format, 24 to 28 are integers and doubles."""
     assert not BY_TYPE_ID.keys() & {4, 5, 9, 15, 24, 25, 26, 27, 28}
 
 
-def test_parts_may_not_be_links_elsewhere(tmp_path: Path) -> None:
+def test_parts_of_a_split_gguf_must_not_be_links_out_of_the_folder(tmp_path: Path) -> None:
     count = entry("split.count", UINT32, u32(2))
     outside = tmp_path / "outside.gguf"
     outside.write_bytes(assemble([count, entry("split.no", UINT32, u32(1))]))
@@ -297,7 +297,7 @@ def test_parts_may_not_be_links_elsewhere(tmp_path: Path) -> None:
         open_gguf(first)
 
 
-def test_code_formats_are_refused_by_name(tmp_path: Path) -> None:
+def test_pickle_formats_are_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "m.bin"
     path.write_bytes(SOUND["plain"])
     with pytest.raises(ModelFormatError, match="never loaded"):

@@ -37,7 +37,7 @@ def segment(marker: int, content: bytes) -> bytes:
     return bytes([0xFF, marker]) + (len(content) + 2).to_bytes(2, "big") + content
 
 
-def test_texts_and_profiles_of_a_jpeg_are_never_collected() -> None:
+def test_metadata_of_a_jpeg_is_not_collected() -> None:
     turned = Image.Exif()
     turned[0x0112] = 6  # a quarter turn
     file = io.BytesIO()
@@ -58,7 +58,7 @@ def test_texts_and_profiles_of_a_jpeg_are_never_collected() -> None:
         size_of(data[:2] + 200_000 * segment(0xFE, b"") + data[2:], "here")
 
 
-def test_comments_of_a_gif_are_never_collected() -> None:
+def test_comments_of_a_gif_are_not_collected() -> None:
     file = io.BytesIO()
     image = Image.new("P", (8, 8))
     image.putpalette([9, 9, 9, 200, 0, 0])

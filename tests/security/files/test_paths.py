@@ -80,7 +80,7 @@ def names_in(schema: Any) -> Iterator[str]:
             yield from names_in(each)
 
 
-def test_every_field_that_sounds_like_a_path_is_known(tmp_path: Path) -> None:
+def test_every_path_like_request_field_is_known(tmp_path: Path) -> None:
     found = set(names_in(document(make_app(FakeBackend(), tmp_path))))
     sounding = {name for name in found if SOUNDS.search(name)}
     assert sounding <= PATHS | IDS | NO_PATHS.keys(), "decide what these are"
@@ -104,7 +104,7 @@ def hostile(tmp_path: Path) -> list[str]:
     ]
 
 
-async def test_a_server_without_keys_loads_adapters_of_its_own_folders_only(
+async def test_without_keys_adapters_are_loaded_only_from_the_servers_folders(
     tmp_path: Path, hostile: list[str]
 ) -> None:
     backend = Noting()
@@ -124,7 +124,7 @@ async def test_a_server_without_keys_loads_adapters_of_its_own_folders_only(
     assert backend.loaded == [os.path.realpath(mine)]
 
 
-async def test_the_administrator_loads_adapters_from_anywhere(
+async def test_an_admin_may_load_adapters_from_any_folder(
     tmp_path: Path, hostile: list[str]
 ) -> None:
     backend = Noting()
@@ -141,7 +141,7 @@ class _NoEngine:
         raise AssertionError(path)
 
 
-async def test_a_folder_that_is_no_adapter_is_not_walked(
+async def test_a_folder_that_is_not_an_adapter_is_not_walked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hostile: list[str]
 ) -> None:
     def walked(*_: Any) -> Any:
@@ -157,7 +157,7 @@ async def test_a_folder_that_is_no_adapter_is_not_walked(
             await served.add("a", path, MODEL)
 
 
-def test_a_folder_with_too_many_files_is_no_model(
+def test_a_folder_with_too_many_files_is_refused_as_a_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(validation, "MAX_FILES", 3)

@@ -30,7 +30,7 @@ def opened(tmp_path: Path, content: bytes) -> None:
     open_safetensors(path)
 
 
-def test_the_sound_file_that_the_others_are_variants_of(tmp_path: Path) -> None:
+def test_the_unchanged_safetensors_file_is_read(tmp_path: Path) -> None:
     opened(tmp_path, assemble({"a": entry(), "b": entry(16, 32)}, bytes(32)))
 
 
@@ -82,13 +82,13 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("case", DAMAGED)
-def test_damaged_file_is_refused_for_its_reason(tmp_path: Path, case: str) -> None:
+def test_damaged_safetensors_are_refused_for_their_reason(tmp_path: Path, case: str) -> None:
     content, reason = DAMAGED[case]
     with pytest.raises(ModelFormatError, match=rf"model\.safetensors.*{reason}"):
         opened(tmp_path, content)
 
 
-def test_header_length_that_looks_like_a_pickle(tmp_path: Path) -> None:
+def test_a_header_length_that_looks_like_a_pickle_is_refused(tmp_path: Path) -> None:
     """0x0480 little-endian begins like pickle protocol 4; such files exist and are sound."""
     text = json.dumps({"a": entry()}).encode().ljust(0x0480)
     opened(tmp_path, assemble(text, bytes(16)))
@@ -103,7 +103,7 @@ def test_header_length_that_looks_like_a_pickle(tmp_path: Path) -> None:
     ],
     ids=["objects", "numbers", "tensors"],
 )
-def test_headers_built_to_fill_memory(tmp_path: Path, header: bytes) -> None:
+def test_headers_built_to_fill_memory_are_refused_cheaply(tmp_path: Path, header: bytes) -> None:
     assert len(header) <= MAX_HEADER_BYTES
     path = tmp_path / "model.safetensors"
     path.write_bytes(assemble(header))
@@ -124,7 +124,7 @@ def test_formats_that_carry_code_are_refused_by_name(tmp_path: Path, suffix: str
         open_safetensors(path)
 
 
-def test_config_files_are_bounded(tmp_path: Path) -> None:
+def test_config_files_are_size_limited(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(b"{" + b" " * (17 * 2**20) + b"}")
     with pytest.raises(ModelFormatError, match="more than any model's"):
         read_json(tmp_path, "config.json")

@@ -154,7 +154,9 @@ LIES: dict[str, tuple[str, str, tuple[str, list[int], bytes], str]] = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_lies_are_refused_for_their_reason(tmp_path: Path, lie: str) -> None:
+def test_inconsistent_quantized_checkpoints_are_refused_for_their_reason(
+    tmp_path: Path, lie: str
+) -> None:
     case, name, tensor, reason = LIES[lie]
     stored = sound(case)
     assert name in stored
@@ -180,7 +182,9 @@ def _bytes(tensor: tuple[str, list[int], bytes]) -> tuple[str, list[int], bytes]
 
 
 @pytest.mark.parametrize("change", [_without, _flat, _empty, _bytes])
-def test_no_change_escapes_as_another_exception(tmp_path: Path, change: Callable) -> None:
+def test_changed_quantization_tensors_raise_only_model_format_errors(
+    tmp_path: Path, change: Callable
+) -> None:
     """Each tensor of each format is left out, or has another shape or type."""
     for case in CASES:
         whole = sound(case)

@@ -59,7 +59,9 @@ def control_token_far_away(spec: dict[str, Any]) -> None:
         control_token_far_away,
     ],
 )
-def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path: Path, change: Change) -> None:
+def test_a_tokenizer_that_does_not_fit_the_weights_is_refused(
+    tmp_path: Path, change: Change
+) -> None:
     checkpoint_folders.write_hf(tmp_path, "llama")
     file = tmp_path / "tokenizer.json"
     spec = json.loads(file.read_text())
@@ -73,7 +75,9 @@ def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path: Path, change: Change
             validate(tmp_path, VALIDATOR)
 
 
-def test_rows_without_a_piece_and_control_tokens_without_a_row_are_common(tmp_path: Path) -> None:
+def test_padding_rows_of_the_vocabulary_and_extra_control_tokens_are_accepted(
+    tmp_path: Path,
+) -> None:
     config = checkpoint_folders.write_hf(tmp_path, "llama")  # with rows that only pad the table
     file = tmp_path / "tokenizer.json"
     spec = json.loads(file.read_text())

@@ -39,13 +39,13 @@ def test_a_known_family_is_loaded_with_the_code_of_transformers(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["evil", None, 3, ["llama"]])
-def test_an_unknown_family_is_refused_and_its_code_is_not_asked(tmp_path, kind):
+def test_an_unknown_family_is_refused_without_running_its_code(tmp_path, kind):
     with pytest.raises(ModelFormatError, match="code that comes with a model is never run"):
         load(checkpoint(tmp_path, model_type=kind))
     assert not (tmp_path / "ran").exists()
 
 
-def test_weights_that_are_not_there_are_not_made_up(tmp_path):
+def test_missing_weights_are_refused_and_not_initialized(tmp_path):
     from safetensors.torch import load_file, save_file
 
     path = checkpoint(tmp_path)
@@ -68,7 +68,7 @@ def test_weights_that_are_not_there_are_not_made_up(tmp_path):
         {"rope_parameters": {"rope_type": "evil"}},
     ],
 )
-def test_a_configuration_that_does_not_fit_is_an_error_in_one_line(tmp_path, changes):
+def test_an_inconsistent_configuration_is_a_one_line_error(tmp_path, changes):
     with pytest.raises(EngineError) as caught:
         load(checkpoint(tmp_path, **changes))
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 600

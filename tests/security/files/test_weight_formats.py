@@ -43,7 +43,9 @@ CONTENTS = {
 
 @pytest.mark.parametrize("content", CONTENTS)
 @pytest.mark.parametrize("name", ["model.gguf", "model.safetensors"])
-def test_a_new_name_does_not_help(tmp_path: Path, name: str, content: str) -> None:
+def test_pickles_renamed_to_gguf_or_safetensors_are_refused(
+    tmp_path: Path, name: str, content: str
+) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / name).write_bytes(CONTENTS[content])
@@ -55,7 +57,7 @@ def test_a_new_name_does_not_help(tmp_path: Path, name: str, content: str) -> No
 
 
 @pytest.mark.parametrize("suffix", [*CODE_SUFFIXES, ".PT", ".Bin"])
-def test_a_folder_that_has_only_such_weights_is_refused(tmp_path: Path, suffix: str) -> None:
+def test_a_folder_with_only_pickled_weights_is_refused(tmp_path: Path, suffix: str) -> None:
     name = f"pytorch_model{suffix}"
     (tmp_path / name).write_bytes(CONTENTS["zip"])
     (tmp_path / "config.json").write_text(json.dumps(hf_config(tiny_config("llama"))))
@@ -65,7 +67,9 @@ def test_a_folder_that_has_only_such_weights_is_refused(tmp_path: Path, suffix: 
 
 
 @pytest.mark.parametrize("kind", [VLLMConfig, SGLangConfig])
-def test_no_value_becomes_a_flag_of_its_own(kind: type[VLLMConfig | SGLangConfig]) -> None:
+def test_option_values_cannot_become_flags_of_vllm_or_sglang(
+    kind: type[VLLMConfig | SGLangConfig],
+) -> None:
     evil = "--trust-remote-code"
     config = kind(model_name="a/b", served_model_name=evil, revision=evil, chat_template=evil)
     assert evil not in config.argv()

@@ -89,7 +89,7 @@ def infer(text: str = "a", **fields: Any) -> Any:
 
 @pytest.mark.parametrize("name", [*UNARY, "ModelStreamInfer"])
 @pytest.mark.parametrize("metadata", [(), (("authorization", "Bearer wrong"),)], ids=str)
-def test_no_message_is_read_before_the_key_is_known(
+def test_no_grpc_message_is_read_before_authentication(
     channel: grpc.Channel, reads: list[int], name: str, metadata: Any
 ) -> None:
     sent = itertools.repeat(infer("x" * MIB), 100)
@@ -105,7 +105,7 @@ def test_no_message_is_read_before_the_key_is_known(
     assert reads == []
 
 
-def test_a_stream_reads_no_more_than_it_holds(
+def test_a_grpc_stream_stops_reading_at_its_message_limit(
     server: LiveServer, channel: grpc.Channel, reads: list[int]
 ) -> None:
     """While no request ends, neither the number nor the size of messages grows beyond a bound."""
@@ -120,7 +120,7 @@ def test_a_stream_reads_no_more_than_it_holds(
         wait_until(lambda: server.services.lifecycle.num_admitted == 0, 30)
 
 
-def test_a_tenant_has_a_bounded_number_of_streams(
+def test_a_tenants_number_of_grpc_streams_is_bounded(
     channel: grpc.Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grpc_server, "MAX_STREAMS", 2)
@@ -143,7 +143,7 @@ def test_a_tenant_has_a_bounded_number_of_streams(
 
 
 @pytest.mark.parametrize("method", ["ServerLive", "ServerReady"])
-def test_silent_calls_without_a_key_hold_no_place(method: str) -> None:
+def test_silent_grpc_calls_without_a_key_take_no_admission_slot(method: str) -> None:
     """They are answered before a message has come, so they can't wait for it."""
     limits = {"grpc_port": 0, "api_key": KEY, "max_concurrent_requests": 4}
     ended = threading.Event()
@@ -164,7 +164,7 @@ def test_silent_calls_without_a_key_hold_no_place(method: str) -> None:
         ended.set()
 
 
-def test_silent_calls_of_a_tenant_are_bounded(
+def test_the_number_of_silent_grpc_calls_of_a_tenant_is_bounded(
     server: LiveServer, channel: grpc.Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (served,) = [each for each in server.services.components if isinstance(each, GrpcServer)]
@@ -187,7 +187,9 @@ def test_silent_calls_of_a_tenant_are_bounded(
     assert ask(channel, "ModelInfer", infer()).outputs
 
 
-def test_an_idle_stream_ends(channel: grpc.Channel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_grpc_stream_is_closed(
+    channel: grpc.Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(grpc_stream, "IDLE_S", 0.05)
     ended = threading.Event()
 
@@ -223,7 +225,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_what_is_echoed_is_short_and_printable(channel: grpc.Channel, case: str) -> None:
+def test_grpc_errors_echo_only_short_printable_text(channel: grpc.Channel, case: str) -> None:
     message = infer(**HOSTILE[case])
     with pytest.raises(grpc.RpcError) as raised:
         ask(channel, "ModelInfer", message)
@@ -239,7 +241,7 @@ def test_what_is_echoed_is_short_and_printable(channel: grpc.Channel, case: str)
     assert ask(channel, "ModelInfer", infer()).outputs, "the server answers the next request"
 
 
-def test_bytes_that_are_no_message_fail_only_their_call(channel: grpc.Channel) -> None:
+def test_invalid_grpc_bytes_fail_only_their_call(channel: grpc.Channel) -> None:
     for name in set(UNARY) - grpc_server.PUBLIC:
         for junk in (b"\xff" * 64, b"\x0a\xff\xff\xff\xff\x07"):
             with pytest.raises(grpc.RpcError) as raised:

@@ -63,7 +63,7 @@ LISTENS = re.compile(
 )
 
 
-def test_every_place_that_listens_is_in_the_table() -> None:
+def test_every_module_that_opens_a_listening_socket_is_in_the_table() -> None:
     root = Path(engine.__file__).parent
     found = {
         str(path.relative_to(root))
@@ -73,7 +73,7 @@ def test_every_place_that_listens_is_in_the_table() -> None:
     assert found == set(PLACES)
 
 
-def test_nothing_listens_beyond_this_machine_by_default() -> None:
+def test_nothing_listens_beyond_localhost_by_default() -> None:
     settings = Settings()
     assert settings.server.host == "127.0.0.1"  # HTTP, probes, gRPC, metrics and nodes
     assert ShardSettings().listen is None and NodeSettings().block_listen is None
@@ -231,7 +231,7 @@ def connected(port: int) -> socket.socket:
 
 
 @pytest.mark.parametrize("listener", LISTENERS, ids=lambda each: each.__name__)
-def test_strangers_hold_up_nobody(
+def test_unauthenticated_connections_do_not_delay_valid_clients(
     listener: Callable[[LiveServer], AbstractContextManager[Good]], server: LiveServer
 ) -> None:
     raise_file_limit()
@@ -281,7 +281,9 @@ def test_silent_peers_are_bounded_and_logged_once(caplog: pytest.LogCaptureFixtu
     assert sum("was closed" in each.message for each in caplog.records) == 1
 
 
-def test_a_peer_that_sends_byte_by_byte_gets_no_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_sends_byte_by_byte_hits_the_same_timeout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("engine.core.shards.link.GREETING_S", 0.3)
     with doorway() as (port, _):
         sock, ended = connected(port), False
@@ -299,7 +301,7 @@ def test_a_peer_that_sends_byte_by_byte_gets_no_more_time(monkeypatch: pytest.Mo
         assert ended
 
 
-def test_frames_that_are_changed_repeated_or_swapped_are_refused() -> None:
+def test_tampered_repeated_or_reordered_frames_are_refused() -> None:
     """Somebody in between passes the greeting on, and then changes what is sent."""
     for change in ("none", "bit", "repeat", "swap", "drop"):
         with doorway() as (port, found):
@@ -340,7 +342,7 @@ class _Recorded:
         self._sent.append(data)
 
 
-def test_a_question_for_blocks_is_bounded() -> None:
+def test_invalid_block_requests_of_peers_are_refused() -> None:
     made = BlockServer(HostTier(2**20, "lru", None), "127.0.0.1:0", lambda: False)
     source = BlockSource("127.0.0.1", made.serve(TOKEN), TOKEN)
     for question in (
@@ -357,7 +359,7 @@ def test_a_question_for_blocks_is_bounded() -> None:
     made.close()
 
 
-def test_a_token_is_needed_for_each_session() -> None:
+def test_every_session_needs_its_own_token_proof() -> None:
     """What one session sent proves nothing in another one."""
     with doorway() as (port, found):
         TcpLink(connected(port)).join(TOKEN.encode(), "b")

@@ -96,7 +96,7 @@ def limit(fault: int) -> float:
 
 @pytest.mark.parametrize("hook", ["pre", "post", "filter", "filter_made"])
 @pytest.mark.parametrize("fault", range(len(FAULTS)))
-async def test_requests_pass_a_plugin_that_fails(hook: str, fault: int) -> None:
+async def test_a_failing_plugin_with_on_failure_pass_is_skipped(hook: str, fault: int) -> None:
     plugin = Faulty(hook, FAULTS[fault], rewrites=True)
     async with running([plugin], timeout_s=limit(fault)) as made:
         (host,) = made.hosts
@@ -111,7 +111,7 @@ async def test_requests_pass_a_plugin_that_fails(hook: str, fault: int) -> None:
         assert plugin.num_calls == calls
 
 
-async def test_failures_of_several_hooks_add_up() -> None:
+async def test_failures_of_several_plugin_hooks_add_up() -> None:
     """A hook that hangs holds up the thread, so another may fail in its place."""
 
     class FailsTwice(Faulty):
@@ -129,7 +129,9 @@ async def test_failures_of_several_hooks_add_up() -> None:
 
 @pytest.mark.parametrize("hook", ["pre", "post", "filter"])
 @pytest.mark.parametrize("fault", range(len(FAULTS)))
-async def test_nothing_passes_a_plugin_that_keeps_things_back(hook: str, fault: int) -> None:
+async def test_a_failing_plugin_with_on_failure_refuse_refuses_requests(
+    hook: str, fault: int
+) -> None:
     backend = FakeBackend()
     plugin = Faulty(hook, FAULTS[fault], rewrites=True)
     async with running([plugin], backend, timeout_s=limit(fault), on_failure="refuse") as made:
@@ -152,7 +154,7 @@ async def test_nothing_passes_a_plugin_that_keeps_things_back(hook: str, fault: 
             assert made.hosts[0].is_active
 
 
-async def test_no_text_slips_out_when_a_filter_fails_in_the_middle() -> None:
+async def test_no_text_leaks_when_a_filter_fails_midway() -> None:
     seen: list[str] = []
 
     def fault(pending: str) -> Any:
@@ -169,7 +171,9 @@ async def test_no_text_slips_out_when_a_filter_fails_in_the_middle() -> None:
 
 
 @pytest.mark.parametrize("on_failure", ["pass", "refuse"])
-async def test_a_plugin_that_can_not_start(on_failure: OnFailure) -> None:
+async def test_a_plugin_that_fails_to_initialize_is_skipped_or_ends_the_start(
+    on_failure: OnFailure,
+) -> None:
     made = plugged([Faulty("initialize", raises(ValueError))], on_failure=on_failure)
     if on_failure == "refuse":
         with pytest.raises(Exception, match=r"plugins\.faulty: the plugin could not start"):
@@ -180,7 +184,7 @@ async def test_a_plugin_that_can_not_start(on_failure: OnFailure) -> None:
     await made.stop()
 
 
-async def test_a_sleeping_plugin_does_not_hold_up_the_loop(
+async def test_a_plugin_that_sleeps_does_not_block_the_event_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its thread sleeps for as long as it likes: other requests, and the end, don't wait for it."""
@@ -210,7 +214,7 @@ async def test_a_sleeping_plugin_does_not_hold_up_the_loop(
         release.set()
 
 
-async def test_what_looks_on_is_bounded_and_waited_for_by_nobody(
+async def test_observing_plugins_run_in_the_background_and_are_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("engine.plugins.host.MAX_OBSERVING", 4)
@@ -252,7 +256,7 @@ class Hoarding(InferencePlugin):
         return None
 
 
-def test_a_plugin_sees_no_key_and_changes_only_what_it_returns() -> None:
+def test_a_plugin_sees_no_api_key_and_changes_only_what_it_returns() -> None:
     key = "a-key-of-this-server-0123456789"
     backend, plugin = FakeBackend(), Hoarding()
     made = plugged([plugin], backend)
@@ -285,7 +289,7 @@ def test_a_plugin_sees_no_key_and_changes_only_what_it_returns() -> None:
         {"params": None},
     ],
 )
-async def test_a_change_that_is_not_allowed_is_a_failure(change: dict[str, Any]) -> None:
+async def test_a_change_that_a_plugin_may_not_make_is_a_failure(change: dict[str, Any]) -> None:
     backend = FakeBackend()
     plugin = Faulty("pre", lambda request: msgspec.structs.replace(request, **change))
     async with running([plugin], backend) as made:
@@ -297,7 +301,9 @@ async def test_a_change_that_is_not_allowed_is_a_failure(change: dict[str, Any])
 @pytest.mark.parametrize(
     "change", [{"n": 4}, {"logprobs": 5}, {"temperature": float("nan")}, {"max_tokens": 0}]
 )
-async def test_parameters_stay_within_their_bounds(change: dict[str, Any]) -> None:
+async def test_a_plugin_cannot_set_sampling_parameters_out_of_bounds(
+    change: dict[str, Any],
+) -> None:
     def fault(request: PluginRequest) -> PluginRequest:
         assert request.params is not None
         params = msgspec.structs.replace(request.params, **change)
@@ -308,7 +314,7 @@ async def test_parameters_stay_within_their_bounds(change: dict[str, Any]) -> No
         assert made.hosts[0].num_failures == 1
 
 
-async def test_a_failure_is_logged_without_the_clients_words(
+async def test_plugin_failures_are_logged_without_client_text(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.INFO):
@@ -318,7 +324,7 @@ async def test_a_failure_is_logged_without_the_clients_words(
     assert "secret" not in caplog.text and "Traceback" not in caplog.text
 
 
-def test_a_table_has_bounds() -> None:
+def test_plugin_tables_reject_invalid_values() -> None:
     for wrong in ({"timeout_s": 0}, {"timeout_s": True}, {"order": -1}, {"on_failure": "ignore"}):
         with pytest.raises(ValueError):
             PluginTable(**wrong)  # type: ignore[arg-type]

@@ -66,7 +66,9 @@ async def client(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[httpx.AsyncCl
 
 
 @pytest.mark.parametrize("url", URLS)
-async def test_addresses_are_refused_and_not_repeated(client: httpx.AsyncClient, url: str) -> None:
+async def test_urls_in_requests_are_refused_and_not_echoed(
+    client: httpx.AsyncClient, url: str
+) -> None:
     for path, body in bodies(url):
         response = await client.post(path, json=body)
         assert response.status_code == 400, (path, body, response.text)

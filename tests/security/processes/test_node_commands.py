@@ -40,7 +40,7 @@ def status_of(server: LiveServer, method: str, path: str, authorization: str) ->
         return client.request(method, f"/v1/admin/{path}", headers=headers).status_code
 
 
-def test_the_token_is_proved_for_one_request_and_never_sent(
+def test_the_node_token_is_proved_per_request_and_never_sent(
     tmp_path: Path, sent: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = token_file(tmp_path)

@@ -48,19 +48,19 @@ def sockets_of(pid: int) -> tuple[set[tuple[str, int]], list[str]]:
     return listeners, others
 
 
-def test_one_tcp_listener_and_private_sockets(server: ServedEngine) -> None:
+def test_a_server_has_one_tcp_listener_and_no_public_unix_sockets(server: ServedEngine) -> None:
     listeners, others = sockets_of(server.process.pid)
     assert listeners == {("127.0.0.1", httpx.URL(server.url).port)}
     assert not others
 
 
-def test_nothing_is_inherited_but_what_is_meant(server: ServedEngine) -> None:
+def test_the_engine_process_inherits_no_server_socket(server: ServedEngine) -> None:
     """The engine's process has none of the server's sockets: a client can't reach it."""
     _, engine, *_ = tree_of(server.process.pid)
     assert not engine.net_connections(kind="inet")
 
 
-def test_a_pickle_is_bytes_like_any_other(server: ServedEngine, tmp_path: Path) -> None:
+def test_a_pickle_in_a_request_is_never_unpickled(server: ServedEngine, tmp_path: Path) -> None:
     canary = tmp_path / "canary"
     address = httpx.URL(server.url)
     for protocol in (0, 2, pickle.HIGHEST_PROTOCOL):

@@ -78,7 +78,9 @@ def kind_of(response: httpx.Response, status: int) -> str:
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_failures_before_the_route(client: httpx.AsyncClient, path: str) -> None:
+async def test_errors_before_the_messages_route_have_anthropics_shape(
+    client: httpx.AsyncClient, path: str
+) -> None:
     async def kind(status: int, **sent: Any) -> str:
         return kind_of(await client.post(path, **sent), status)
 
@@ -97,7 +99,9 @@ async def test_failures_before_the_route(client: httpx.AsyncClient, path: str) -
     assert kind_of(await client.get(path), 405) == "invalid_request_error"
 
 
-async def test_paths_below_and_beside(client: httpx.AsyncClient) -> None:
+async def test_unknown_paths_below_v1_messages_have_anthropics_error_shape(
+    client: httpx.AsyncClient,
+) -> None:
     for path in ("/v1/messages/batches/absent", "/v1/messages/", "/v1/messages/a/../b"):
         assert kind_of(await client.get(path), 404) == "not_found_error"
     for path in ("/v1/messagesx", "/v1/message", "/v1"):
@@ -119,7 +123,7 @@ async def test_paths_below_and_beside(client: httpx.AsyncClient) -> None:
         (UnavailableError("draining"), 503, "overloaded_error", True),
     ],
 )
-async def test_what_the_backend_refuses(
+async def test_backend_errors_map_to_anthropics_error_types(
     client: httpx.AsyncClient,
     backend: FakeBackend,
     stream: bool,
@@ -135,7 +139,7 @@ async def test_what_the_backend_refuses(
     assert (response.headers.get("x-should-retry") != "false") is retries
 
 
-async def test_a_bug_is_answered_without_its_text(
+async def test_an_internal_error_is_answered_without_its_text(
     client: httpx.AsyncClient, backend: FakeBackend
 ) -> None:
     backend.failure = RuntimeError("secret at 0xdeadbeef")
@@ -188,7 +192,9 @@ HOSTILE: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_hostile_shapes_are_small_errors(client: httpx.AsyncClient, path: str) -> None:
+async def test_malformed_fields_are_small_invalid_request_errors(
+    client: httpx.AsyncClient, path: str
+) -> None:
     for fields in HOSTILE:
         response = await client.post(path, json=body_for(path, **fields))
         assert kind_of(response, 400) == "invalid_request_error", str(fields)[:60]
@@ -202,7 +208,9 @@ async def post_with(client: httpx.AsyncClient, field: str, stream: bool = False)
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "temperature", "top_p", "top_k"])
-async def test_numbers_at_their_edges(client: httpx.AsyncClient, name: str) -> None:
+async def test_numbers_out_of_range_are_invalid_request_errors(
+    client: httpx.AsyncClient, name: str
+) -> None:
     never = ["NaN", "Infinity", '"1"', "true", "[]", "9" * 5000]
     for value in ["-1", "1e308", str(2**65), *never]:
         response = await post_with(client, f'"{name}": {value}')
@@ -210,7 +218,9 @@ async def test_numbers_at_their_edges(client: httpx.AsyncClient, name: str) -> N
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_lone_surrogates(client: httpx.AsyncClient, stream: bool) -> None:
+async def test_lone_surrogates_are_invalid_request_errors(
+    client: httpx.AsyncClient, stream: bool
+) -> None:
     for field in (
         '"system": "\\ud800"',
         '"messages": [{"role": "user", "content": "\\udfff"}]',
@@ -222,7 +232,7 @@ async def test_lone_surrogates(client: httpx.AsyncClient, stream: bool) -> None:
         assert kind_of(response, 400) == "invalid_request_error", field
 
 
-async def test_warnings_hold_no_text_of_the_client(client: httpx.AsyncClient) -> None:
+async def test_warnings_contain_no_client_text(client: httpx.AsyncClient) -> None:
     hostile = {"anthropic-version": "x-evil: 1"}
     scope = {"type": "ephemeral", "scope": "a\r\nx-evil: 1"}
     response = await client.post(
@@ -241,7 +251,7 @@ async def test_warnings_hold_no_text_of_the_client(client: httpx.AsyncClient) ->
         ({"system": "x" * 2**20}, KEY, anthropic.ContentTooLargeError),
     ],
 )
-def test_the_client_raises_its_own_exceptions(
+def test_the_anthropic_client_raises_its_own_exceptions(
     server: LiveServer, fields: dict[str, Any], key: str, expected: type[anthropic.APIStatusError]
 ) -> None:
     client = anthropic.Anthropic(base_url=server.url, api_key=key, max_retries=0)
@@ -252,7 +262,7 @@ def test_the_client_raises_its_own_exceptions(
     assert caught.value.request_id == body["request_id"]
 
 
-def test_a_busy_server_is_retried(server: LiveServer) -> None:
+def test_the_anthropic_client_retries_a_busy_server(server: LiveServer) -> None:
     server.backend.reset()
     client = anthropic.Anthropic(base_url=server.url, api_key=KEY, max_retries=0)
     for error, expected in (

@@ -29,7 +29,7 @@ def files_below(folder: Path) -> dict[Path, int]:
 
 
 @pytest.mark.slow
-async def test_5000_of_everything(tmp_path: Path) -> None:
+async def test_5000_distinct_names_keys_and_sessions_do_not_grow_memory(tmp_path: Path) -> None:
     metrics, backend = Metrics(MODEL), FakeBackend(["x"])
     limits = {"requests_per_minute": 10**6, "auth_failures_per_minute": 10**6}
     settings = make_settings(server={"api_key": KEY}, storage={"path": tmp_path}, limits=limits)
@@ -76,7 +76,7 @@ async def test_5000_of_everything(tmp_path: Path) -> None:
     assert files_below(tmp_path) == kept
 
 
-async def test_addresses_and_keys_that_are_counted_are_forgotten_in_time(
+async def test_throttling_entries_of_addresses_and_keys_expire(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert windows.MAX_NAMES <= 20_000
@@ -87,7 +87,7 @@ async def test_addresses_and_keys_that_are_counted_are_forgotten_in_time(
         assert len(counts._memory.storage) <= 501
 
 
-def test_salts_and_tenants_are_bounded_by_the_pool() -> None:
+def test_cached_salts_and_tenants_are_bounded_by_the_pool() -> None:
     engine = ToyEngine(num_blocks=33, block_size=2, max_slots=4)
     for number in range(200):
         engine.submit(

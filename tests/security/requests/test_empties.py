@@ -37,7 +37,7 @@ def user(content: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_nothing_is_answered_or_refused(asker: Asker, stream: bool) -> None:
+def test_empty_prompts_and_messages_are_answered_or_a_400(asker: Asker, stream: bool) -> None:
     prompts: list[Any] = [
         "",
         " \n\t",

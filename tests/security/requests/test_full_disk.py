@@ -40,7 +40,7 @@ def lines(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-async def test_changes_are_made_and_the_log_says_what_it_lacks(
+async def test_admin_changes_succeed_on_a_full_disk_and_the_audit_log_notes_the_gap(
     tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture
 ) -> None:
     audit = AuditLog(tmp_path)
@@ -59,7 +59,7 @@ async def test_changes_are_made_and_the_log_says_what_it_lacks(
     assert [each["action"] for each in await audit.newest(10)] == ["reload", "drain"]
 
 
-async def test_requests_pass_and_the_plugin_is_left_out_after_three(
+async def test_requests_pass_on_a_full_disk_and_the_audit_plugin_is_disabled_after_three_failures(
     tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "audit.jsonl"

@@ -145,7 +145,9 @@ async def refusal(checker: GrammarChecker, kind: Any, source: str) -> str | None
 
 
 @pytest.mark.parametrize(("kind", "name", "source"), BOMBS, ids=[bomb[1] for bomb in BOMBS])
-async def test_bomb(checker: GrammarChecker, kind: str, name: str, source: str) -> None:
+async def test_grammar_bomb_is_refused_and_the_checker_survives(
+    checker: GrammarChecker, kind: str, name: str, source: str
+) -> None:
     assert len(source.encode()) <= 64 * 1024, "or it would only be refused for its size"
     await refusal(checker, kind, source)
     assert await refusal(checker, "choice", json.dumps([name])) is None

@@ -58,7 +58,9 @@ async def post(client: httpx.AsyncClient, body: bytes) -> httpx.Response:
         (JSON | {"content-encoding": "identity"}, 200),
     ],
 )
-async def test_media_types(client: httpx.AsyncClient, headers: dict[str, str], status: int) -> None:
+async def test_content_type_must_be_json(
+    client: httpx.AsyncClient, headers: dict[str, str], status: int
+) -> None:
     body = json.dumps(chat()).encode()
     response = await client.post("/v1/chat/completions", content=body, headers=headers)
     assert response.status_code == status
@@ -85,14 +87,16 @@ async def test_media_types(client: httpx.AsyncClient, headers: dict[str, str], s
         b'{"model": "\xed\xa0\x80"}',
     ],
 )
-async def test_what_is_not_a_json_object(client: httpx.AsyncClient, body: bytes) -> None:
+async def test_bodies_that_are_not_json_objects_are_400(
+    client: httpx.AsyncClient, body: bytes
+) -> None:
     response = await post(client, body)
     assert response.status_code == 400
     assert response.json()["error"]["type"] == "invalid_request_error"
     assert len(response.content) < 1000
 
 
-async def test_a_byte_that_is_no_utf_8_is_named(client: httpx.AsyncClient) -> None:
+async def test_invalid_utf_8_is_reported_with_its_position(client: httpx.AsyncClient) -> None:
     response = await post(client, b'{"model": "m", "messages": [{"content": "a\xffb"}]}')
     message = response.json()["error"]["message"]
     assert message == "The request body is not UTF-8: invalid start byte (0xff)."
@@ -114,12 +118,14 @@ async def test_a_byte_that_is_no_utf_8_is_named(client: httpx.AsyncClient) -> No
         r'"guided_json": "{\"const\": \"\\ud800\"}"',
     ],
 )
-async def test_lone_surrogates(client: httpx.AsyncClient, field: str, stream: bool) -> None:
+async def test_lone_surrogates_in_request_fields_are_400(
+    client: httpx.AsyncClient, field: str, stream: bool
+) -> None:
     text = json.dumps(chat(stream=stream))[:-1] + f", {field}}}"
     assert (await post(client, text.encode())).status_code == 400
 
 
-async def test_strange_text_is_only_text(client: httpx.AsyncClient) -> None:
+async def test_unusual_unicode_is_accepted_as_text(client: httpx.AsyncClient) -> None:
     for text in ("\x00", "\u2028", "e" + "\u0301" * 100_000, "\u200b" * 1000, "\u202e", "😀"):
         messages = [{"role": "user", "content": text}]
         response = await post(client, json.dumps(chat(messages=messages)).encode())
@@ -145,7 +151,7 @@ async def test_strange_text_is_only_text(client: httpx.AsyncClient) -> None:
         {"messages": [{"role": "user", "content": "a", "x" * 500_000: 1}]},
     ],
 )
-async def test_large_wrongs_have_small_answers(
+async def test_large_invalid_fields_get_small_error_responses(
     client: httpx.AsyncClient, fields: dict[str, object]
 ) -> None:
     response = await post(client, json.dumps(chat(**fields)).encode())
@@ -157,7 +163,7 @@ def nested(depth: int) -> bytes:
     return b'{"a":' + b"[" * (depth - 1) + b"]" * (depth - 1) + b"}"
 
 
-def test_depth_is_counted_outside_strings() -> None:
+def test_json_nesting_depth_is_counted_outside_strings() -> None:
     decode_object(nested(MAX_DEPTH))
     with pytest.raises(InvalidRequestError, match="levels deep"):
         decode_object(nested(MAX_DEPTH + 1))
@@ -170,7 +176,7 @@ def test_depth_is_counted_outside_strings() -> None:
         check_depth(b'{"\\\\":' + nested(MAX_DEPTH) + b"}")
 
 
-async def test_large_bodies(client: httpx.AsyncClient) -> None:
+async def test_bodies_over_the_size_limit_are_413(client: httpx.AsyncClient) -> None:
     announced = await post(client, b" " * (MEGABYTE + 1))
     assert announced.status_code == 413
     assert announced.json()["error"]["code"] == "context_length_exceeded"
@@ -180,7 +186,9 @@ async def test_large_bodies(client: httpx.AsyncClient) -> None:
     assert (await post(client, just_fits)).status_code == 200
 
 
-async def test_a_chunked_body_is_counted_as_it_arrives(client: httpx.AsyncClient) -> None:
+async def test_a_chunked_body_is_refused_as_soon_as_it_exceeds_the_limit(
+    client: httpx.AsyncClient,
+) -> None:
     sent = 0
 
     async def endless() -> AsyncIterator[bytes]:
@@ -194,7 +202,7 @@ async def test_a_chunked_body_is_counted_as_it_arrives(client: httpx.AsyncClient
     assert sent < 2 * MEGABYTE
 
 
-async def test_a_large_body_that_may_fit_the_context_is_413() -> None:
+async def test_a_body_over_the_limit_that_might_fit_the_context_is_413() -> None:
     backend = FakeBackend()
     backend.set_card(max_model_len=MEGABYTE)
     app = create_app(make_settings(server={"body_limit_mb": 1}), backend, Metrics(MODEL))
@@ -216,7 +224,9 @@ async def test_a_large_body_that_may_fit_the_context_is_413() -> None:
         {f"k{i}": i for i in range(50_000)},
     ],
 )
-async def test_errors_stay_small(client: httpx.AsyncClient, body: dict[str, object]) -> None:
+async def test_error_responses_stay_small(
+    client: httpx.AsyncClient, body: dict[str, object]
+) -> None:
     response = await client.post("/v1/completions", json=body)
     assert response.status_code in (400, 404)
     assert len(response.content) < 8192
@@ -252,7 +262,7 @@ GET = b"GET /livez HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
         b"Bad Name: x\r\n",
     ],
 )
-def test_bad_heads_are_refused(server: LiveServer, extra: bytes) -> None:
+def test_invalid_http_request_heads_are_refused(server: LiveServer, extra: bytes) -> None:
     assert exchange(server, GET, b"\r\n").startswith(b"HTTP/1.1 200")
     answer = exchange(server, GET, extra, b"\r\n")
     if extra.startswith(b"Host"):
@@ -277,7 +287,7 @@ def test_silent_and_slow_connections_are_closed(monkeypatch: pytest.MonkeyPatch)
         assert exchange(server, keep_alive, b"GET /li").startswith(b"HTTP/1.1 200")
 
 
-def test_the_oldest_idle_connection_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_idle_connection_is_closed_to_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "MAX_CONNECTIONS", 3)
     backend = FakeBackend()
     backend.token_s = 60
@@ -303,7 +313,7 @@ def test_the_oldest_idle_connection_makes_room(monkeypatch: pytest.MonkeyPatch) 
         (resource.RLIM_INFINITY, resource.RLIM_INFINITY, resource.RLIM_INFINITY, 8192),
     ],
 )
-def test_connections_never_take_every_file(
+def test_connections_never_use_every_file_descriptor(
     monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, raised: int, connections: int
 ) -> None:
     limits = [(soft, hard)]

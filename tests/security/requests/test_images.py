@@ -83,14 +83,16 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_files_are_refused(name: str) -> None:
+def test_hostile_image_files_are_refused(name: str) -> None:
     with pytest.raises(InvalidRequestError) as refused:
         decode(HOSTILE[name], "messages[0].content")
     error = refused.value.body()["error"]
     assert refused.value.status == 400 and error["code"] == "invalid_image"
 
 
-def test_a_huge_image_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_with_too_many_pixels_is_refused_before_decoding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def load(self: Image.Image) -> None:
         raise AssertionError("decoded")
 
@@ -101,13 +103,13 @@ def test_a_huge_image_is_refused_before_it_is_decoded(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("size", [(65_536, 1), (1, 16_000_000)])
-def test_an_image_of_one_endless_side_is_refused(size: tuple[int, int]) -> None:
+def test_an_extremely_long_image_is_refused(size: tuple[int, int]) -> None:
     with pytest.raises(InvalidRequestError, match="side of the image has more than 65535"):
         size_of(claiming(*size), "messages[0].content")
 
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 5_000), (9_000, 1)])
-def test_odd_sizes_are_decoded(size: tuple[int, int]) -> None:
+def test_images_of_unusual_sizes_are_decoded(size: tuple[int, int]) -> None:
     assert decode(png(*size), "messages[0].content").size == size
 
 
@@ -119,12 +121,12 @@ def test_odd_sizes_are_decoded(size: tuple[int, int]) -> None:
         *("data:image/svg+xml;base64,AAAA", "http://" + "a" * 3_000),
     ],
 )
-def test_other_urls_are_refused(url: Any) -> None:
+def test_image_urls_of_other_schemes_are_refused(url: Any) -> None:
     with pytest.raises(InvalidRequestError):
         image_from_url(url, "here")
 
 
-def test_base64_is_strict() -> None:
+def test_image_base64_is_strict() -> None:
     assert image_from_base64("AAEC", "image/png", "here") == b"\x00\x01\x02"
     for data in ("AAE", "AA EC", "", None):
         with pytest.raises(InvalidRequestError):
@@ -140,11 +142,11 @@ INSIDE = (
 
 
 @pytest.mark.parametrize("address", INSIDE)
-def test_addresses_inside_a_network_are_not_public(address: str) -> None:
+def test_private_addresses_are_not_public(address: str) -> None:
     assert not is_public(ip_address(address))
 
 
-def test_other_addresses_are() -> None:
+def test_public_addresses_are_recognized_as_public() -> None:
     assert all(is_public(ip_address(each)) for each in ("8.8.8.8", "2606:4700::6810:85e5"))
 
 
@@ -197,7 +199,9 @@ REFUSED = [
 
 @pytest.mark.usefixtures("no_connection")
 @pytest.mark.parametrize("url", REFUSED)
-async def test_urls_that_parsers_read_differently(url: str, resolve: Any) -> None:
+async def test_urls_that_parsers_read_differently_are_refused_without_a_lookup(
+    url: str, resolve: Any
+) -> None:
     resolver = resolve("8.8.8.8")
     with pytest.raises(InvalidRequestError):
         await fetch_image(RemoteImage(url, "here"), ("*",))
@@ -206,7 +210,9 @@ async def test_urls_that_parsers_read_differently(url: str, resolve: Any) -> Non
 
 @pytest.mark.usefixtures("no_connection")
 @pytest.mark.parametrize("addresses", [("10.0.0.1",), ("8.8.8.8", "127.0.0.1"), ()])
-async def test_a_host_with_an_address_inside_is_refused(addresses: Any, resolve: Any) -> None:
+async def test_a_host_that_resolves_to_a_private_address_is_refused(
+    addresses: Any, resolve: Any
+) -> None:
     """Names, and numbers that are names to a parser but addresses to the system."""
     for url in ("http://example.com/a.png", "http://2852039166/", "http://0177.0.0.1/"):
         resolve(*addresses)
@@ -215,7 +221,7 @@ async def test_a_host_with_an_address_inside_is_refused(addresses: Any, resolve:
 
 
 @pytest.mark.usefixtures("no_connection")
-async def test_only_listed_hosts_are_looked_up(resolve: Any) -> None:
+async def test_only_listed_image_hosts_are_resolved(resolve: Any) -> None:
     resolver = resolve("8.8.8.8")
     image = RemoteImage("http://example.com/a.png", "here")
     with pytest.raises(InvalidRequestError, match="fetches no images"):
@@ -261,7 +267,7 @@ async def fetched(host: Any) -> bytes:
     return await fetch_image(RemoteImage(host.url, "here"), ("pictures.example",))
 
 
-async def test_an_image_comes_from_the_address_that_was_checked(host: Any) -> None:
+async def test_an_image_is_fetched_from_the_address_that_was_checked(host: Any) -> None:
     assert await fetched(host) == b"abc"
     assert host.resolver.num_lookups == 1
     assert host.asked.startswith(b"GET /a.png?size=1 HTTP/1.1\r\n")
@@ -283,7 +289,9 @@ async def test_redirects_errors_and_compressed_data_are_refused(host: Any) -> No
         assert host.num_connections == 1
 
 
-async def test_size_and_time_are_limited(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_image_download_size_and_time_are_limited(
+    host: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(remote_images, "MAX_BYTES", 2)
     with pytest.raises(InvalidRequestError, match="more than"):
         await fetched(host)
@@ -323,7 +331,7 @@ QWEN = replace(
 
 @pytest.mark.parametrize("vision", [SMOLVLM, GEMMA, QWEN], ids=lambda each: each.kind)
 @pytest.mark.parametrize("size", [(1, 1), (30, 40), (640, 480), (13, 2000), (4000, 4000)])
-def test_what_is_counted_before_decoding_is_what_decoding_gives(
+def test_tile_counts_before_decoding_equal_those_after_decoding(
     vision: VisionConfig, size: tuple[int, int]
 ) -> None:
     file = io.BytesIO()
@@ -358,7 +366,7 @@ def asked(*images: bytes, per_message: int = 64) -> list[dict[str, Any]]:
         pytest.param([claiming(3000, 3000)], QWEN, "more tokens than the context", id="tokens"),
     ],
 )
-def test_images_are_counted_in_sum_before_any_is_decoded(
+def test_the_pixels_of_all_images_are_counted_before_decoding(
     images: list[bytes], vision: VisionConfig, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def load(self: Image.Image) -> None:
@@ -370,7 +378,7 @@ def test_images_are_counted_in_sum_before_any_is_decoded(
     assert refused.value.body()["error"]["code"] == "invalid_image"
 
 
-def test_an_image_that_the_memory_can_not_hold_is_refused_before_it_is_decoded(
+def test_an_image_that_exceeds_free_memory_is_refused_before_decoding(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(images_module, "memory_room", lambda: MemoryRoom(2**30, 2**20))
@@ -382,7 +390,7 @@ def chunk(kind: bytes, data: bytes) -> bytes:
     return len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
 
 
-def test_texts_and_profiles_of_a_png_are_never_decompressed(
+def test_metadata_of_a_png_is_not_decompressed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bomb = zlib.compress(bytes(2**20))
@@ -405,7 +413,7 @@ def test_a_png_of_endless_chunks_is_refused() -> None:
         decode(data[:33] + chunk(b"zzZz", b"") * 70_000 + data[33:], "x")
 
 
-def test_a_frame_larger_than_its_gif_is_counted() -> None:
+def test_the_largest_frame_of_a_gif_is_counted() -> None:
     data = bytearray(animation("GIF")[:-1])
     place = data.index(b"\x2c")
     data[place + 5 : place + 9] = b"\xff\xff\xff\xff"
@@ -414,7 +422,7 @@ def test_a_frame_larger_than_its_gif_is_counted() -> None:
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "PA"])
-def test_strips_are_composed_like_the_whole_image(
+def test_decoding_in_strips_equals_decoding_the_whole_image(
     mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pixels = np.random.default_rng(1).integers(0, 256, (31, 17, 4), np.uint8)
@@ -434,7 +442,7 @@ def held(num_bytes: int) -> tuple[ImageInput, ...]:
     return (ImageInput(0, 1, 1, num_bytes // 3, bytes(num_bytes)),)
 
 
-def test_open_requests_hold_so_many_pixels_and_a_tenant_half_of_them() -> None:
+def test_held_image_pixels_are_bounded_in_total_and_per_tenant() -> None:
     images = HeldImages(max_bytes=100)
     images.take("1", "a", held(30))
     with pytest.raises(RateLimitError, match="no room for more"):
@@ -447,7 +455,7 @@ def test_open_requests_hold_so_many_pixels_and_a_tenant_half_of_them() -> None:
     images.take("5", "c", held(30))
 
 
-def test_an_engine_counts_pixels_and_embeddings_of_all_requests_before_it_takes_one() -> None:
+def test_the_engine_bounds_pixels_and_embeddings_of_all_requests_before_admission() -> None:
     store = ImageStore(None, max_held_bytes=1000, embed_bytes=50)
     account = ImageAccount(store)
     request = GenerateRequest(
@@ -464,7 +472,9 @@ def test_an_engine_counts_pixels_and_embeddings_of_all_requests_before_it_takes_
     assert isinstance(account.find_fault(large, []), InvalidRequestError)
 
 
-async def test_images_on_the_web_are_counted_in_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_images_fetched_from_urls_are_counted_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     many = [RemoteImage("https://a.b/c", f"images[{i}]") for i in range(33)]
     with pytest.raises(InvalidRequestError, match="32 addresses"):
         await with_loaded_images(({"images": many},), ["*"])

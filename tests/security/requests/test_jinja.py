@@ -71,7 +71,7 @@ ESCAPES = (
 
 
 @pytest.mark.parametrize("expression", ESCAPES)
-def test_escapes_are_refused(expression: str) -> None:
+def test_template_sandbox_escapes_are_refused(expression: str) -> None:
     with pytest.raises(EngineError):
         print(render("{{ " + expression + " }}"))
     assert MESSAGES == [{"role": "user", "content": "hello"}]
@@ -135,14 +135,14 @@ BOMBS = {
 
 @pytest.mark.timeout(20)  # unlimited, each would take minutes or all memory
 @pytest.mark.parametrize("source", BOMBS.values(), ids=BOMBS.keys())
-def test_bombs_end_soon_and_small(source: str) -> None:
+def test_template_bombs_are_stopped_early_with_little_memory(source: str) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(EngineError):
         render(source)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 256 << 10
 
 
-def test_a_long_but_honest_conversation_renders() -> None:
+def test_a_long_valid_conversation_renders() -> None:
     template = (
         "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] | trim }}{% endfor %}"
     )
@@ -151,13 +151,13 @@ def test_a_long_but_honest_conversation_renders() -> None:
     assert text.count("<|user|>") == 2000
 
 
-def test_whatever_a_body_may_hold_is_rendered_and_left_to_the_model_to_refuse() -> None:
+def test_a_message_of_millions_of_words_is_rendered() -> None:
     template = "{% for m in messages %}{{ '<|' + m['content'] | trim }}{% endfor %}"
     messages = [{"role": "user", "content": "word " * 1_500_000}]
     assert len(TemplateProgram(template).render({"messages": messages})) > 7_000_000
 
 
-def test_lists_and_texts_that_a_template_makes() -> None:
+def test_templates_can_build_lists_and_format_strings() -> None:
     source = (
         "{% set seen = [] %}{% for m in messages %}{% set _ = seen.append(m.role) %}{% endfor %}"
         "{{ seen | join }}"
@@ -167,13 +167,13 @@ def test_lists_and_texts_that_a_template_makes() -> None:
     assert render("{{ '%s=%d%%' | format('a', 2) }}") == "a=2%"
 
 
-def test_limits_belong_to_one_rendering() -> None:
+def test_template_limits_apply_to_each_rendering_separately() -> None:
     program = TemplateProgram("{{ 'a' * 1000000 }}")
     for _ in range(8):
         assert len(program.render({})) == 10**6
 
 
-def test_clients_cannot_send_a_template() -> None:
+def test_clients_cannot_send_a_chat_template() -> None:
     template = ChatTemplate("fixed", bos="", eos="")
     with pytest.raises(InvalidRequestError):
         template.render(MESSAGES, SpecialTokens({}), chat_template="{{ 1 }}")

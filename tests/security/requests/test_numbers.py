@@ -24,8 +24,8 @@ from engine.servers.app import create_app
 from engine.servers.http.limits import decode_object
 from engine.servers.openapi import BODIES
 from engine.servers.schema.body import parse_body
+from engine_tools import source_trees
 from tests.support.fakes.fake_backend import MODEL, FakeBackend
-from tests.support.references import source_trees
 from tests.support.servers.live_server import make_settings
 
 MESSAGES = [{"role": "user", "content": "say hello"}]
@@ -138,7 +138,7 @@ FIELDS = [
 ]
 
 
-def test_the_matrix_is_whole() -> None:
+def test_every_request_kind_has_a_minimal_body_and_numeric_fields() -> None:
     assert set(LEAST) == {title for title, _ in KINDS}
     for title, kind in KINDS:
         parsed(kind, LEAST[title])
@@ -146,7 +146,7 @@ def test_the_matrix_is_whole() -> None:
 
 
 @pytest.mark.parametrize(("kind", "name", "schema"), FIELDS)
-def test_what_is_out_of_bounds_is_refused(
+def test_numbers_out_of_bounds_are_refused(
     kind: type[BaseModel], name: str, schema: dict[str, Any]
 ) -> None:
     low = schema.get("minimum", schema.get("exclusiveMinimum"))
@@ -169,7 +169,7 @@ def test_what_is_out_of_bounds_is_refused(
             parsed(kind, decode_object(f'{start}{comma}"{name}": {text}}}'.encode()))
 
 
-async def test_over_http_each_is_a_small_400() -> None:
+async def test_numbers_out_of_bounds_over_http_are_small_400s() -> None:
     app = create_app(make_settings(), FakeBackend(), Metrics(MODEL))
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:

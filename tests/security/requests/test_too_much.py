@@ -154,7 +154,7 @@ async def stored_by(client: httpx.AsyncClient) -> dict[str, tuple[str, dict[str,
     }
 
 
-async def test_whatever_is_stored_on_a_full_disk_is_507(client: httpx.AsyncClient) -> None:
+async def test_storing_anything_on_a_full_disk_is_507(client: httpx.AsyncClient) -> None:
     asked = await stored_by(client)
     for what, (path, sent) in asked.items():
         full = [Fault(point, "disk", times=1000) for point in ("database", "upload", "keep_file")]

@@ -88,7 +88,7 @@ def check(pieces: list[Piece], text: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_hostile_answers(name: str) -> None:
+def test_random_hostile_model_output_does_not_break_the_parsers(name: str) -> None:
     rng = random.Random(name)
     for _ in range(NUM_HOSTILE):
         text = hostile(rng)
@@ -134,7 +134,7 @@ LONG = {
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("unit", LONG.values(), ids=LONG)
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "by_characters"])
-def test_work_is_linear(name: str, unit: str, whole: bool) -> None:
+def test_parsing_work_grows_linearly(name: str, unit: str, whole: bool) -> None:
     def lines(num_chars: int) -> int:
         text = unit * (num_chars // len(unit))
         return num_lines(FORMATS[name], [text] if whole else list(text))
@@ -145,7 +145,9 @@ def test_work_is_linear(name: str, unit: str, whole: bool) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("opening", ["", "<tool_call>", "[TOOL_CALLS]", *STARTS])
 @pytest.mark.parametrize("filler", ["{", "[", "9", '"', "\\", " ", "a"])
-def test_much_of_one_character(name: str, opening: str, filler: str) -> None:
+def test_long_runs_of_one_character_do_not_break_the_parsers(
+    name: str, opening: str, filler: str
+) -> None:
     body = filler * 200_000
     text = opening + body
     check(run(FORMATS[name], [opening, body]), text)
@@ -153,7 +155,7 @@ def test_much_of_one_character(name: str, opening: str, filler: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_nesting_is_bounded(name: str) -> None:
+def test_nesting_of_tool_arguments_is_bounded(name: str) -> None:
     tools = FORMATS[name]
     deepest = 100_000 if tools.row.encoding == "json" else 300
     for depth, complete in ((MAX_DEPTH, True), (MAX_DEPTH + 1, False), (deepest, False)):

@@ -31,7 +31,9 @@ async def client(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
 
 
 @pytest.mark.parametrize("path", sorted(BODIES))
-async def test_in_every_field(client: httpx.AsyncClient, path: str) -> None:
+async def test_lone_surrogates_in_every_body_field_are_400(
+    client: httpx.AsyncClient, path: str
+) -> None:
     kind = BODIES[path]
     streams = (False, True) if "stream" in kind.model_fields else (None,)
     for name in (*kind.model_json_schema().get("properties", {}), "unknown"):
@@ -47,14 +49,16 @@ async def test_in_every_field(client: httpx.AsyncClient, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", sorted(QUERIES))
-async def test_in_every_query(client: httpx.AsyncClient, path: str) -> None:
+async def test_lone_surrogates_in_every_query_parameter_are_no_500(
+    client: httpx.AsyncClient, path: str
+) -> None:
     place = path.replace("{response_id}", "%ED%A0%80")
     for name in QUERIES[path].model_json_schema()["properties"]:
         response = await client.get(f"{place}?{name}=%ED%A0%80")
         assert response.status_code < 500, (name, response.text)
 
 
-async def test_in_names_that_are_paths(client: httpx.AsyncClient) -> None:
+async def test_lone_surrogates_in_path_parameters_are_4xx(client: httpx.AsyncClient) -> None:
     for path in ("/v1/models/", "/v1/responses/", "/v1/files/", "/v1/batches/", "/generate/"):
         response = await client.get(path + "%ED%A0%80x")
         assert 400 <= response.status_code < 500, path

@@ -190,16 +190,16 @@ class RunnerConformance:
         found = {key: value for key, value in tokens(outcomes).items() if key in expected}
         assert found == expected, schedule
 
-    def test_requests_together_are_requests_alone(self) -> None:
+    def test_batched_requests_equal_requests_run_alone(self) -> None:
         assert all(len(found) == NUM_NEW for found in tokens(self.alone).values())
         self.check(self.serve(self.requests(), Schedule()), "together")
         without = Schedule(shares=False)
         self.check(self.serve(self.requests()[::-1], without), "backwards, without sharing")
 
-    def test_a_prompt_in_chunks_is_a_whole_prompt(self) -> None:
+    def test_chunked_prefill_equals_whole_prefill(self) -> None:
         self.check(self.serve(self.requests(), Schedule(budget=8)), "in chunks")
 
-    def test_a_cached_prompt_is_a_cold_one(self) -> None:
+    def test_a_cached_prompt_gives_the_same_tokens_as_a_cold_one(self) -> None:
         bench = Bench(self.runner, Schedule())
         bench.run(self.requests())
         bench.channel.outcomes = {}
@@ -207,7 +207,7 @@ class RunnerConformance:
         self.check(again, "cached")
         assert again["greedy 3", 0].num_cached >= 2 * self.runner.spec.block_size
 
-    def test_blocks_from_a_tier_are_those_of_the_pool(self) -> None:
+    def test_blocks_loaded_from_a_tier_are_bit_identical(self) -> None:
         """To the last bit: they are written to other blocks than those that they were read from."""
         runner = self.runner
         if not isinstance(runner, BlockMover):
@@ -233,7 +233,7 @@ class RunnerConformance:
         assert bench.channel.outcomes["greedy 3", 0].num_cached >= 2 * runner.spec.block_size
         assert mover.tiers[0].num_hits >= 2
 
-    def test_who_was_preempted_goes_on_as_before(self) -> None:
+    def test_preempted_sequences_continue_with_the_same_tokens(self) -> None:
         """Four sequences start with one block each, then outgrow a pool that fits only one of
         them.
         """
@@ -248,7 +248,7 @@ class RunnerConformance:
         assert tokens(bench.run(growing)) == tokens(plenty)
         assert bench.scheduler.num_preemptions > 0
 
-    def test_draws_depend_on_seed_choice_and_position_alone(self) -> None:
+    def test_sampling_depends_only_on_seed_choice_and_position(self) -> None:
         one, other = tokens(self.alone)["both", 0], tokens(self.alone)["both", 1]
         assert one != other, "two choices drew the same"
         prompt = self.requests()[-1].prompt
@@ -258,7 +258,7 @@ class RunnerConformance:
         assert found["again", 0] == one
         assert len({tuple(drawn) for drawn in found.values()}) > 1, "seeds change nothing"
 
-    def test_steady_draws_are_the_host_samplers(self) -> None:
+    def test_device_sampling_equals_the_host_sampler_over_many_steps(self) -> None:
         """Many steps in a row, each row with parameters of its own, slots changing hands."""
         asked = [
             self.request(
@@ -288,7 +288,7 @@ class RunnerConformance:
         top = [each.top_logprobs for each in found.logprobs]
         np.testing.assert_allclose(top, expected.top_logprobs, atol=TOLERANCE)
 
-    def test_llama_cpps_samplers_are_the_references(self) -> None:
+    def test_llama_cpp_sampler_chains_equal_the_reference(self) -> None:
         """All of them together, among rows that the device samples, and with too little memory."""
         asked = [
             self.request(
@@ -318,7 +318,7 @@ class RunnerConformance:
             reference.next_token(row)
         assert found == reference.output, (request.request_id, choice)
 
-    def test_an_abort_disturbs_nobody(self) -> None:
+    def test_an_abort_does_not_affect_other_requests(self) -> None:
         bench = Bench(self.runner, Schedule(max_slots=4))
         bench.turn(*self.requests())
         for _ in range(3):
@@ -333,7 +333,7 @@ class RunnerConformance:
                 assert found.tokens == expected
         assert outcomes["greedy 1", 0].finish_reason == "abort"
 
-    def test_a_row_that_is_not_finite_harms_no_other(self) -> None:
+    def test_a_nonfinite_row_affects_no_other_request(self) -> None:
         """Neither the other rows of the batch nor later users of its blocks are affected."""
         if self.nan_token is None:
             return
@@ -347,7 +347,7 @@ class RunnerConformance:
         bench.channel.outcomes = {}
         self.check(bench.run(self.requests()), "after sick ones")
 
-    def test_logprobs_are_the_models_own(self) -> None:
+    def test_logprobs_are_the_models_before_sampling_parameters(self) -> None:
         """A greedy row's token is the likeliest; a bias changes the choice but not the logprobs."""
         prompt = self.text(9, seed=3)
         plain = self.request("plain", prompt, logprobs=2, max_tokens=1)
@@ -365,7 +365,7 @@ class RunnerConformance:
         assert outcome.tokens == [second]
         assert abs(outcome.logprobs[0].logprob - best.top_logprobs[1]) < TOLERANCE
 
-    def test_scores_and_vectors_do_not_depend_on_the_schedule(self) -> None:
+    def test_prompt_logprobs_and_vectors_do_not_depend_on_the_schedule(self) -> None:
         prompt = self.text(40, seed=4)
         asked = [
             self.request("scores", prompt, logprobs=1, score_prompt=True, max_tokens=1),

@@ -4,7 +4,7 @@ from tests.teeth.mutation import Mutation
 
 EXPLAIN_TESTS = "tests/unit/servers/ops/test_explain.py"
 API_TESTS = "tests/unit/servers/ops/test_requests_api.py"
-NAMED = f"{EXPLAIN_TESTS}::test_the_cause_in_the_engine_is_named"
+NAMED = f"{EXPLAIN_TESTS}::test_the_cause_of_a_slow_request_inside_the_engine_is_named"
 
 MUTATIONS = [
     Mutation(
@@ -19,7 +19,7 @@ MUTATIONS = [
         "engine.runtime.insight.request_timing",
         "        for reason in (STEP, BUDGET, BLOCKS):\n",
         "        for reason in (STEP, BUDGET):\n",
-        f"{EXPLAIN_TESTS}::test_what_others_wait_for_does_not_count_for_a_held_sequence",
+        f"{EXPLAIN_TESTS}::test_time_held_for_a_shared_prefix_is_not_attributed_to_other_waits",
     ),
     Mutation(
         "insight: a prompt that was never computed counts as evicted",
@@ -40,21 +40,21 @@ MUTATIONS = [
         "engine.frontend.request_recovery",
         "        self._left[request_id] = notes\n",
         "",
-        f"{API_TESTS}::test_a_client_that_leaves_is_explained_too",
+        f"{API_TESTS}::test_a_disconnected_request_is_explained",
     ),
     Mutation(
         "insight: kernels are timed although nobody watches",
         "engine.runtime.insight.snapshot",
         "            self._time_kernels(False)\n",
         "            pass\n",
-        "tests/unit/servers/ops/test_live.py::test_kernels_are_timed_only_while_somebody_watches",
+        "tests/unit/servers/ops/test_live.py::test_kernels_are_timed_only_while_a_live_view_is_open",
     ),
     Mutation(
         "replay: only the length of an answer is compared",
         "engine.servers.ops.replay",
         "    if list(again[: len(recorded)]) == list(recorded):\n",
         "    if len(again) >= len(recorded):\n",
-        "tests/unit/servers/ops/test_replay.py::test_a_difference_is_found",
+        "tests/unit/servers/ops/test_replay.py::test_replay_finds_a_changed_token",
     ),
     Mutation(
         "replay: a recorded request loses its seed",

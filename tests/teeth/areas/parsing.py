@@ -8,7 +8,7 @@ MUTATIONS = [
         "engine.core.parsing.calls",
         "        if self.num_calls and self._source.is_over:",
         "        if self.num_calls:",
-        "tests/unit/core/parsing/test_parsing.py::test_a_failed_call_does_not_hide_the_next",
+        "tests/unit/core/parsing/test_parsing.py::test_a_malformed_call_does_not_hide_the_next_one",
     ),
     Mutation(
         "calls: tools that nobody offered are called",
@@ -17,7 +17,7 @@ MUTATIONS = [
         "                raise NotACall\n"
         "            call.name",
         "            call.name",
-        "tests/unit/core/parsing/test_parsing.py::test_what_is_no_call_is_given_out_again",
+        "tests/unit/core/parsing/test_parsing.py::test_malformed_calls_are_returned_as_text",
     ),
     Mutation(
         "calls: arguments come with the space around them",
@@ -25,49 +25,49 @@ MUTATIONS = [
         "self.add(arguments.strip())",
         "self.add(arguments)",
         "tests/unit/core/parsing/test_parsing.py"
-        "::test_arguments_before_the_name_come_without_the_space_around_them",
+        "::test_arguments_before_the_name_are_stripped_of_whitespace",
     ),
     Mutation(
         "calls: the last name counts",
         "engine.core.parsing.calls",
         "key in NAME_KEYS and call.name is None",
         "key in NAME_KEYS",
-        "tests/unit/core/parsing/test_parsing.py::test_the_first_name_is_the_calls",
+        "tests/unit/core/parsing/test_parsing.py::test_the_first_of_several_name_keys_names_the_call",
     ),
     Mutation(
         "markers: one cut before its last character is text",
         "engine.core.parsing.source",
         "longest = min(max(map(len, markers), default=1) - 1, self.num_unread)",
         "longest = min(max(map(len, markers), default=1) - 2, self.num_unread)",
-        "tests/unit/core/parsing/test_parsing.py::test_calls_cut_in_two_anywhere_are_the_same_calls",
+        "tests/unit/core/parsing/test_parsing.py::test_calls_are_the_same_for_every_split_of_the_text",
     ),
     Mutation(
         "names have no bound",
         "engine.core.parsing.source",
         "            left -= num_before - self.num_unread\n",
         "",
-        "tests/unit/core/parsing/test_parsing.py::test_no_more_of_a_name_is_read_than_it_may_have",
+        "tests/unit/core/parsing/test_parsing.py::test_a_word_is_read_up_to_its_length_limit",
     ),
     Mutation(
         "JSON: an escape of three digits is one",
         "engine.core.parsing.json_scanner",
         "len(self._escape) == 6",
         "len(self._escape) == 5",
-        "tests/unit/core/parsing/test_parsing.py::test_json_is_known_wherever_it_is_cut",
+        "tests/unit/core/parsing/test_parsing.py::test_the_json_scanner_works_for_every_split",
     ),
     Mutation(
         "JSON: a comma may be the last",
         "engine.core.parsing.json_scanner",
         'self._expects = "next_key" if',
         'self._expects = "key" if',
-        "tests/unit/core/parsing/test_parsing.py::test_json_is_known_wherever_it_is_cut",
+        "tests/unit/core/parsing/test_parsing.py::test_the_json_scanner_works_for_every_split",
     ),
     Mutation(
         "calls: a fence that nobody opened is swallowed",
         "engine.core.parsing.row_reader",
         "    if is_fenced and (yield",
         "    if (yield",
-        "tests/unit/core/parsing/test_parsing.py::test_a_fence_that_was_not_opened_is_text",
+        "tests/unit/core/parsing/test_parsing.py::test_a_closing_code_fence_without_an_opening_one_is_text",
     ),
     Mutation(
         "messages: what was said is said before every call",
@@ -82,14 +82,14 @@ MUTATIONS = [
         'pending = "\\n" if self._is_padded and chunk.endswith("\\n") else ""',
         'pending = ""',
         "tests/unit/core/parsing/test_parsing_rows.py"
-        "::test_the_models_own_text_is_read_wherever_it_is_cut[qwen_xml]",
+        "::test_example_calls_of_every_format_are_parsed_for_every_split[qwen_xml]",
     ),
     Mutation(
         "rows: a value of an element is JSON whatever the schema says",
         "engine.core.parsing.values",
         'if is_text if is_text is not None else types == {"string"}:',
         "if is_text:",
-        "tests/unit/core/parsing/test_parsing_rows.py::test_strings_are_streamed_before_their_element_ends",
+        "tests/unit/core/parsing/test_parsing_rows.py::test_string_arguments_are_streamed_before_their_element_ends",
     ),
     Mutation(
         "fences: a call is read although text follows",
@@ -98,20 +98,20 @@ MUTATIONS = [
         "                    self._source.unread(len(FENCE))\n"
         "                    return\n",
         "                if not isinstance(piece, ToolCallPiece):\n                    continue\n",
-        "tests/unit/core/parsing/test_parsing_rows.py::test_a_call_in_a_fence_is_read_if_nothing_follows",
+        "tests/unit/core/parsing/test_parsing_rows.py::test_a_call_in_a_code_fence_is_read_if_nothing_follows",
     ),
     Mutation(
         "templates: the tool template is used without tools",
         "engine.frontend.prompts",
         "    chat = text.tool_chat if tools else text.chat\n",
         "    chat = text.tool_chat\n",
-        "tests/unit/frontend/test_chat_formats.py::test_the_tool_template_is_used_by_need",
+        "tests/unit/frontend/test_chat_formats.py::test_the_tool_use_template_is_used_if_there_are_tools",
     ),
     Mutation(
         "grammar: a call may leave out a required argument",
         "engine.core.parsing.call_grammars",
         'rules.append(name if key in required else f"{name}?")',
         'rules.append(f"{name}?")',
-        "tests/unit/core/parsing/test_parsing_row_grammars.py::test_required_forces_the_models_own_text",
+        "tests/unit/core/parsing/test_parsing_row_grammars.py::test_tool_choice_required_forces_the_formats_own_syntax",
     ),
 ]

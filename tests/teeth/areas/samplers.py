@@ -5,10 +5,10 @@ from tests.teeth.mutation import MACHINE, Mutation
 CHAIN = "engine.runtime.samplers.chain"
 REPETITION = "engine.runtime.samplers.repetition"
 CHAIN_TESTS = "tests/unit/runtime/samplers/test_chain_sampler.py"
-ALONE = f"{CHAIN_TESTS}::test_a_batch_samples_what_the_reference_samples_alone"
-LLAMA = f"{CHAIN_TESTS}::test_probabilities_are_llama_cpps"
+ALONE = f"{CHAIN_TESTS}::test_batched_sampler_chains_equal_the_reference"
+LLAMA = f"{CHAIN_TESTS}::test_probabilities_after_each_sampler_equal_llama_cpps"
 NATIVE = "tests/parity/models/test_runner_conformance.py::TestNative"
-CONFORMS = f"{NATIVE}::test_llama_cpps_samplers_are_the_references"
+CONFORMS = f"{NATIVE}::test_llama_cpp_sampler_chains_equal_the_reference"
 
 MUTATIONS = [
     Mutation(
@@ -72,7 +72,7 @@ MUTATIONS = [
         "engine.runtime.model_runner",
         "        kept[self.host_rows] = True\n",
         "",
-        "tests/parity/models/test_runner_conformance.py::TestJAX::test_llama_cpps_samplers_are_the_references",
+        "tests/parity/models/test_runner_conformance.py::TestJAX::test_llama_cpp_sampler_chains_equal_the_reference",
     ),
     Mutation(
         "samplers: a repetition extends over a sequence breaker",
@@ -93,7 +93,7 @@ MUTATIONS = [
         REPETITION,
         "if len(word) == 1 or tail[1 - len(word) :] == word[:-1]]",
         "]",
-        f"{CHAIN_TESTS}::test_a_bad_word_is_banned_behind_its_own_start_only",
+        f"{CHAIN_TESTS}::test_a_bad_word_is_banned_only_after_its_own_prefix",
     ),
     Mutation(
         "samplers: a row's allowed tokens are allowed to all rows only",
@@ -107,13 +107,13 @@ MUTATIONS = [
         "engine.core.text.stop_strings",
         "return text[: index + 1]",
         "return text[:index]",
-        "tests/property/test_detokenizer.py::test_text_ends_behind_the_first_match",
+        "tests/property/test_detokenizer.py::test_text_is_cut_after_the_first_stop_pattern_match",
     ),
     Mutation(
         "samplers: a sampler that is not named acts",
         "engine.core.interfaces.request",
         "            if name not in self.samplers:\n",
         "            if name not in SAMPLERS:\n",
-        "tests/unit/servers/openai/test_server_validation.py::test_fields_reach_the_sampler",
+        "tests/unit/servers/openai/test_server_validation.py::test_sampling_fields_reach_the_sampling_params",
     ),
 ]

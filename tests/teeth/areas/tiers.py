@@ -5,8 +5,8 @@ from tests.teeth.mutation import Mutation
 TIERS = "engine.runtime.tiers"
 ENGINE_TESTS = "tests/unit/runtime/tiers/test_tiers.py"
 RECORD_TESTS = "tests/unit/runtime/tiers/test_tiers_records.py"
-WRONG_RECORDS = f"{RECORD_TESTS}::test_ten_thousand_wrong_records_are_all_noticed"
-KEY_TESTS = f"{RECORD_TESTS}::test_every_part_of_the_key_changes_it"
+WRONG_RECORDS = f"{RECORD_TESTS}::test_ten_thousand_damaged_records_are_all_detected"
+KEY_TESTS = f"{RECORD_TESTS}::test_every_part_of_a_block_key_changes_it"
 
 MUTATIONS = [
     Mutation(
@@ -35,7 +35,7 @@ MUTATIONS = [
         f"{TIERS}.disk",
         'part = path.with_name(f"{path.name}.{os.getpid()}{PART_SUFFIX}")',
         "part = path",
-        f"{RECORD_TESTS}::test_a_block_has_its_name_only_when_it_is_whole",
+        f"{RECORD_TESTS}::test_a_block_file_appears_only_when_it_is_complete",
     ),
     Mutation(
         "tiers: the last piece of a block has no checksum",
@@ -63,35 +63,35 @@ MUTATIONS = [
         f"{TIERS}.offload_worker",
         "if load_s < job.block_s * count:",
         "if True:",
-        f"{ENGINE_TESTS}::test_blocks_are_computed_if_that_is_faster",
+        f"{ENGINE_TESTS}::test_blocks_are_recomputed_if_that_is_faster_than_loading",
     ),
     Mutation(
         "tiers: a tier that failed is read again at once",
         f"{TIERS}.health",
         "return not self._reading.is_open",
         "return True",
-        f"{ENGINE_TESTS}::test_a_tier_that_fails_costs_nothing_but_its_blocks",
+        f"{ENGINE_TESTS}::test_a_failing_tier_costs_only_its_blocks",
     ),
     Mutation(
         "tiers: the prefix that loaded blocks continue is evicted for them",
         "engine.runtime.kv_cache",
         "        self.pool.share(cached)\n        new",
         "        cached = []\n        new",
-        f"{ENGINE_TESTS}::test_loading_does_not_evict_the_prefix_that_it_continues",
+        f"{ENGINE_TESTS}::test_loading_blocks_does_not_evict_the_prefix_they_continue",
     ),
     Mutation(
         "tiers: a sequence waits for blocks that nobody takes",
         f"{TIERS}.kv_tiers",
         "if is_taken and (job.ready",
         "if (job.ready",
-        f"{ENGINE_TESTS}::test_a_sequence_goes_on_if_the_one_that_loads_for_it_is_aborted",
+        f"{ENGINE_TESTS}::test_a_sequence_continues_if_the_one_loading_its_blocks_is_aborted",
     ),
     Mutation(
         "tiers: the blocks of done jobs are not counted",
         f"{TIERS}.offload_worker",
         "return sum(job.ahead_bytes for job in self._kept)",
         "return sum(job.ahead_bytes for job in self._reads)",
-        f"{ENGINE_TESTS}::test_blocks_that_nobody_takes_yet_are_bounded",
+        f"{ENGINE_TESTS}::test_loaded_blocks_not_yet_used_are_bounded",
     ),
     Mutation(
         "tiers: more blocks than the queue has room for are never stored",
@@ -105,6 +105,6 @@ MUTATIONS = [
         "engine.runtime.kv_cache",
         "                self.tiers.close(gives_up=True)\n",
         "",
-        f"{ENGINE_TESTS}::test_tiers_that_are_given_up_have_no_threads",
+        f"{ENGINE_TESTS}::test_disabled_tiers_have_no_threads",
     ),
 ]

@@ -75,7 +75,7 @@ def test_a_peft_folder_is_read_with_its_scale(tmp_path: Path) -> None:
         ({"init_lora_weights": "pissa_niter_4"}, "changes the base model"),
     ],
 )
-def test_settings_that_change_the_arithmetic_are_refused(
+def test_peft_settings_that_change_the_arithmetic_are_refused(
     tmp_path: Path, config: dict[str, Any], says: str
 ) -> None:
     refused(peft_folder(tmp_path / "a", SHAPES, config=config), says)
@@ -89,13 +89,13 @@ def test_settings_that_change_the_arithmetic_are_refused(
         ({"model.layers.0.self_attn.x_proj": Q_SHAPE}, "another base model"),
     ],
 )
-def test_an_adapter_for_another_base_is_refused(
+def test_an_adapter_for_another_base_model_is_refused(
     tmp_path: Path, shapes: dict[str, tuple[int, int]], says: str
 ) -> None:
     refused(peft_folder(tmp_path / "a", shapes), says)
 
 
-def test_bad_files_are_refused(tmp_path: Path) -> None:
+def test_damaged_adapter_files_are_refused(tmp_path: Path) -> None:
     refused(peft_folder(tmp_path / "rank", SHAPES, rank=9), "above the limit of 8", max_rank=8)
     folder = peft_folder(tmp_path / "nan", SHAPES)
     a = np.full((4, Q_SHAPE[1]), np.nan, np.float32)
@@ -125,7 +125,7 @@ def test_adapters_on_experts_are_refused_by_name(tmp_path: Path) -> None:
         open_adapter(folder, config)
 
 
-def test_each_adapter_has_namespaces_of_its_own() -> None:
+def test_each_adapter_and_salt_has_its_own_cache_namespace() -> None:
     def name(salt: str, key: str | None) -> str:
         ref = None if key is None else AdapterRef(key, "/p")
         return namespace_of(
@@ -174,7 +174,7 @@ class Places:
         return self.places.place(ref)
 
 
-def test_the_least_recently_used_place_is_given_away() -> None:
+def test_the_least_recently_used_adapter_slot_is_reused() -> None:
     test = Places()
     a, b, c = (test.load(name) for name in "abc")
     assert (test.place(a), test.place(b), test.place(a)) == (1, 2, 1)
@@ -188,7 +188,9 @@ def test_the_least_recently_used_place_is_given_away() -> None:
     assert test.reads == ["a", "b", "c"]
 
 
-def test_a_place_that_could_not_be_filled_has_no_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_slot_that_failed_to_load_holds_no_adapter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     test = Places(num_places=1)
     a, b = test.load("a"), test.load("b")
     assert test.place(a) == 1
@@ -200,7 +202,7 @@ def test_a_place_that_could_not_be_filled_has_no_adapter(monkeypatch: pytest.Mon
     assert test.set == [(1, "a"), (1, "a")], "it is copied again"
 
 
-def test_a_request_that_waits_for_a_place_is_not_overtaken_for_ever() -> None:
+def test_a_request_waiting_for_an_adapter_slot_is_not_overtaken_forever() -> None:
     test = Places(num_places=1)
     a, b = test.load("a"), test.load("b")
     assert test.place(a) == 1
@@ -213,7 +215,7 @@ def test_a_request_that_waits_for_a_place_is_not_overtaken_for_ever() -> None:
     assert test.places.place(b) == 1
 
 
-def test_host_memory_is_bounded_and_adapters_are_read_again() -> None:
+def test_host_memory_for_adapters_is_bounded_and_evicted_ones_are_read_again() -> None:
     test = Places(num_places=1, max_host_bytes=20)
     a, b = test.load("a"), test.load("b")
     assert test.place(b) == 1
@@ -222,7 +224,7 @@ def test_host_memory_is_bounded_and_adapters_are_read_again() -> None:
     assert test.reads == ["a", "b", "a"]
 
 
-def test_an_adapter_whose_request_left_while_it_was_loaded_is_counted() -> None:
+def test_an_adapter_loaded_for_an_aborted_request_counts_towards_host_memory() -> None:
     """The engine loop does not go on to look for it, and host memory stays bounded."""
     test = Places(num_places=1, max_host_bytes=20)
     test.places._load("/x/a").result()  # as for a request that has to wait, and does not
@@ -245,7 +247,7 @@ def test_an_adapter_whose_files_changed_is_refused() -> None:
     assert not test.places.is_loading
 
 
-def test_files_are_hashed_again_only_if_they_changed(
+def test_adapter_files_are_hashed_again_only_if_they_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     test, file, hashed = Places(), tmp_path / "a", []
@@ -259,7 +261,9 @@ def test_files_are_hashed_again_only_if_they_changed(
     assert test.places._read_and_pack(str(file)).facts == first and len(hashed) == 2
 
 
-def test_kept_adapters_are_listed_by_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stored_adapters_are_listed_by_base_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "store"))
     source = peft_folder(tmp_path / "a", SHAPES)
     kept = adapter_store.keep_adapter("ft:base:x:1", source, "base")
@@ -274,7 +278,7 @@ def test_kept_adapters_are_listed_by_base(tmp_path: Path, monkeypatch: pytest.Mo
         adapter_store.remove_adapter("ft:base:x:1")
 
 
-def test_tinygrad_and_other_runners_without_adapters_refuse_them() -> None:
+def test_runners_without_adapter_support_refuse_adapters() -> None:
     from engine.tinygrad.execution.runner import TinygradRunner
     from tests.property.schedule_engine import Engine, Shape
     from tests.support.toy_engine.runner import VOCAB, ToyRunner

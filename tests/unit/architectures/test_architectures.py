@@ -48,7 +48,9 @@ class TestRopeFromHf:
             {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24},
         ],
     )
-    def test_spellings_agree(self, settings: dict[str, Any]) -> None:
+    def test_old_and_new_config_spellings_of_rope_scaling_agree(
+        self, settings: dict[str, Any]
+    ) -> None:
         new = rope_of(rope_theta=None, rope_parameters=settings | {"rope_theta": 700.0})
         old = rope_of(rope_theta=700.0, rope_scaling=settings)
         kind = settings["rope_type"]
@@ -56,26 +58,26 @@ class TestRopeFromHf:
         assert new == old == rope_of(rope_theta=700.0, rope_scaling=oldest | {"type": kind})
         assert (new.kind, new.theta, new.factor) == (kind, 700.0, settings["factor"])
 
-    def test_default(self) -> None:
+    def test_rope_theta_defaults_and_plain_parameters(self) -> None:
         assert rope_of() == RopeConfig(theta=500.0, dim=16)
         assert rope_of(rope_theta=None) == RopeConfig(theta=10_000.0, dim=16)
         plain = {"rope_type": "default", "rope_theta": 300.0}
         assert rope_of(rope_parameters=plain) == RopeConfig(theta=300.0, dim=16)
 
-    def test_partial_rotation(self) -> None:
+    def test_partial_rotary_factor_halves_the_rotated_dimensions(self) -> None:
         assert rope_of(partial_rotary_factor=0.5).dim == 8
 
-    def test_llama3_numbers(self) -> None:
+    def test_llama3_rope_parameters_are_read(self) -> None:
         rope = rope_of(rope_scaling={"rope_type": "llama3", **LLAMA3})
         assert (rope.low_freq_factor, rope.high_freq_factor) == (1.0, 4.0)
         assert rope.original_max_position == 24
 
-    def test_dynamic_keeps_the_trained_length(self) -> None:
+    def test_dynamic_rope_keeps_the_trained_context_length(self) -> None:
         config = from_hf("llama", rope_scaling={"type": "dynamic", "factor": 4.0})
         assert config.rope is not None
         assert config.max_position == config.rope.original_max_position == 48
 
-    def test_yarn(self) -> None:
+    def test_yarn_defaults_and_extended_context_are_read(self) -> None:
         yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 48}
         config = from_hf("llama", rope_scaling=yarn)
         assert config.rope is not None
@@ -111,7 +113,9 @@ class TestRopeFromHf:
             ({"full_attention": {"rope_type": "default"}}, "differ between layers"),
         ],
     )
-    def test_refused(self, settings: dict[str, Any], message: str) -> None:
+    def test_unsupported_rope_settings_are_refused(
+        self, settings: dict[str, Any], message: str
+    ) -> None:
         with pytest.raises(ModelFormatError, match=message):
             rope_of(rope_scaling=settings)
 
@@ -134,17 +138,17 @@ class TestRopeFromGguf:
         assert config.rope is not None
         return config.rope
 
-    def test_no_scaling(self) -> None:
+    def test_gguf_rope_without_scaling_is_plain(self) -> None:
         plain = RopeConfig(theta=10_000.0, dim=16)
         assert self.rope() == self.rope(scaling__type="none") == plain
         assert self.rope(scaling__factor=1.0) == self.rope(scale_linear=0.0) == plain
 
-    def test_linear_in_three_spellings(self) -> None:
+    def test_gguf_linear_rope_scaling_is_read_in_three_spellings(self) -> None:
         stated = self.rope(scaling__type="linear", scaling__factor=2.0)
         assert (stated.kind, stated.factor) == ("linear", 2.0)
         assert stated == self.rope(scaling__factor=2.0) == self.rope(scale_linear=2.0)
 
-    def test_yarn(self) -> None:
+    def test_gguf_yarn_attention_factor_includes_the_log_term(self) -> None:
         rope = self.rope(
             scaling__type="yarn",
             scaling__factor=4.0,
@@ -155,7 +159,7 @@ class TestRopeFromGguf:
         assert rope.attention_factor == pytest.approx(0.5 * (0.1 * math.log(4) + 1))
 
 
-def test_mistral_window() -> None:
+def test_mistral_sliding_window_has_a_default_and_can_be_null() -> None:
     assert from_hf("llama", model_type="mistral", sliding_window=16).sliding_window == 16
     assert from_hf("llama", model_type="mistral").sliding_window == 4096
     stated = hf_config(tiny_config("llama"), model_type="mistral") | {"sliding_window": None}
@@ -182,11 +186,13 @@ def test_mistral_window() -> None:
     ],
 )
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_qwen_window(family: str, settings: dict[str, Any], window: int | None) -> None:
+def test_qwen_sliding_window_needs_use_sliding_window(
+    family: str, settings: dict[str, Any], window: int | None
+) -> None:
     assert from_hf(family, **settings).sliding_window == window
 
 
-def test_biases_follow_the_config() -> None:
+def test_attention_biases_follow_the_config() -> None:
     config = from_hf("llama", attention_bias=True, mlp_bias=True)
     assert (config.qkv_bias, config.out_bias, config.mlp_bias) == (True, True, True)
     names = {spec.name for spec in architecture("llama").tensors(config)}
@@ -215,14 +221,14 @@ def test_gguf_rows_are_unpermuted_where_converters_permute() -> None:
     assert transforms("olmo2") == {}
 
 
-def test_defaults_of_keys_that_old_configs_leave_out() -> None:
+def test_keys_missing_from_old_configs_get_defaults() -> None:
     llama = from_hf("llama", num_key_value_heads=None, head_dim=None, tie_word_embeddings=None)
     assert (llama.num_kv_heads, llama.head_dim, llama.tie_embeddings) == (4, 16, False)
     gpt2 = from_hf("gpt2", n_inner=None, tie_word_embeddings=None)
     assert (gpt2.intermediate_size, gpt2.tie_embeddings) == (4 * 64, True)
 
 
-def test_granites_multipliers() -> None:
+def test_granite_multipliers_have_defaults_by_file_format() -> None:
     """Transformers scales scores by 1 where nothing is stated, llama.cpp by the usual root."""
     tiny = tiny_config("granite")
     assert tiny.attention_scale == MULTIPLIERS["attention_multiplier"] != tiny.head_dim**-0.5
@@ -240,7 +246,7 @@ def test_granites_multipliers() -> None:
         architecture("granite").config_from_gguf(stated | {"granite.rope.scaling.finetuned": False})
 
 
-def test_olmo2_norms_what_the_halves_give() -> None:
+def test_olmo2_normalizes_block_outputs_and_whole_queries_and_keys() -> None:
     config = from_hf("olmo2", attention_bias=True)
     assert (config.norm_placement, config.qk_norm) == ("output", "whole")
     shapes = {spec.gguf: spec.shape for spec in architecture("olmo2").tensors(config)}
@@ -252,14 +258,14 @@ def test_olmo2_norms_what_the_halves_give() -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gpt2"])
-def test_parameters_are_those_of_the_matrices(family: str, tied: bool) -> None:
+def test_num_params_equals_the_sum_of_the_matrices(family: str, tied: bool) -> None:
     config = tiny_config(family, tie_embeddings=tied)
     specs = architecture(family).tensors(config)
     matrices = [spec for spec in specs if len(spec.shape) == 2 and "position" not in spec.name]
     assert config.num_params == sum(math.prod(spec.shape) for spec in matrices)
 
 
-def test_a_token_takes_a_key_and_a_value_in_every_layer() -> None:
+def test_kv_bytes_per_token_count_keys_and_values_of_every_layer() -> None:
     config = tiny_config("llama", num_layers=3, num_kv_heads=2, head_dim=16)
     assert config.kv_bytes_per_token(2) == (16 + 16) * 2 * 3 * 2
     encoder = replace(config, encoder=EncoderConfig(num_token_types=1, max_tokens=8))
@@ -286,7 +292,7 @@ def test_a_token_takes_a_key_and_a_value_in_every_layer() -> None:
         ({"sliding_window": 1}, {"sliding_window": 0}),
     ],
 )
-def test_the_last_value_that_makes_sense_and_the_first_that_does_not(
+def test_config_values_are_accepted_at_their_limit_and_refused_beyond(
     good: dict[str, Any], bad: dict[str, Any]
 ) -> None:
     config = check_config(tiny_config("llama", **good))
@@ -295,7 +301,7 @@ def test_the_last_value_that_makes_sense_and_the_first_that_does_not(
         check_config(tiny_config("llama", **bad))
 
 
-def test_ids_beyond_the_vocabulary_are_dropped() -> None:
+def test_special_ids_beyond_the_vocabulary_are_dropped() -> None:
     config = from_hf("gpt2", bos_token_id=50256, eos_token_id=50256)
     assert (config.bos_id, config.eos_ids) == (None, ())
 
@@ -345,6 +351,8 @@ def test_ids_beyond_the_vocabulary_are_dropped() -> None:
         ("gpt2", {"add_cross_attention": True}, "'add_cross_attention'"),
     ],
 )
-def test_what_is_refused_names_its_key(family: str, changes: dict[str, Any], message: str) -> None:
+def test_unsupported_config_values_are_refused_by_key(
+    family: str, changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ModelFormatError, match=message):
         from_hf(family, **changes)

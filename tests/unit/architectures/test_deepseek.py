@@ -91,7 +91,7 @@ def config_of(**changes: Any) -> ModelConfig:
     return DEEPSEEK.config_from_hf(LITE | changes)
 
 
-def test_the_cache_has_a_latent_and_a_key_per_token_and_layer() -> None:
+def test_the_mla_cache_holds_a_latent_and_a_rotated_key_per_token_and_layer() -> None:
     config = config_of()
     assert config.kv_bytes_per_token(2) == (512 + 64) * 2 * 27
     assert kv_token_bytes(config, "bfloat16") == (512 + 64) * 2 * 27
@@ -105,7 +105,7 @@ def test_the_cache_has_a_latent_and_a_key_per_token_and_layer() -> None:
     assert config.num_params == sum(math.prod(spec.shape) for spec in matrices) == 15_706_357_760
 
 
-def test_yarn_scales_the_scores() -> None:
+def test_yarn_scales_deepseeks_attention_scores() -> None:
     config = config_of()
     assert config.attention_scale == pytest.approx((1 + 0.0707 * math.log(40)) ** 2 / 192**0.5)
     assert config.rope is not None and config.rope.attention_factor == 1
@@ -113,7 +113,7 @@ def test_yarn_scales_the_scores() -> None:
     assert plain.attention_scale == pytest.approx(192**-0.5)
 
 
-def test_how_experts_are_chosen() -> None:
+def test_deepseeks_expert_selection_settings_are_read() -> None:
     assert config_of().experts == ExpertsConfig(64, 6, 1408, shared_size=2816)
     limited = config_of(topk_method="group_limited_greedy", n_group=8, topk_group=3)
     assert limited.experts == ExpertsConfig(
@@ -150,12 +150,14 @@ def test_how_experts_are_chosen() -> None:
         (V3 | {"model_type": "glm4_moe_lite", "mlp_layer_types": ["sparse"]}, "mlp_layer_types"),
     ],
 )
-def test_what_is_not_implemented_is_refused_by_its_key(changes: dict[str, Any], key: str) -> None:
+def test_unsupported_deepseek_settings_are_refused_by_key(
+    changes: dict[str, Any], key: str
+) -> None:
     with pytest.raises(ModelFormatError, match=key):
         config_of(**changes)
 
 
-def test_older_gguf_files_say_less() -> None:
+def test_older_deepseek_gguf_metadata_is_read() -> None:
     """The sizes of the heads under other keys, and neither groups nor how experts are scored."""
     config = config_of(**V3 | {"n_routed_experts": 256})
     newer = export.gguf_metadata(config)
@@ -188,7 +190,7 @@ def folder_of(place: Path, name: str = "deepseek", **more: Any) -> Path:
     return folder
 
 
-def test_layers_that_predict_more_tokens_are_left_out(
+def test_multi_token_prediction_layers_are_ignored(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     extra = {f"model.layers.1.{name}.weight": np.ones(3, np.float32) for name in ("eh_proj", "x")}
@@ -205,7 +207,7 @@ def runner_config(**changes: Any) -> RunnerConfig:
     return RunnerConfig(**settings | limits | changes)
 
 
-def test_int8_keys_are_refused(tmp_path: Path) -> None:
+def test_an_int8_cache_is_refused_for_mla(tmp_path: Path) -> None:
     with closing(open_model(folder_of(tmp_path))) as source:
         for kv_dtype in ("float32", "bfloat16"):
             build_runner(source, runner_config(kv_dtype=kv_dtype)).close()
@@ -214,7 +216,7 @@ def test_int8_keys_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["F32", "Q8_0"])
-def test_one_matrix_of_keys_and_values_is_split(
+def test_a_joint_kv_b_matrix_of_older_gguf_files_is_split(
     dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As older GGUF files have it, quantized too: the rows of keys become columns."""
@@ -254,7 +256,7 @@ def test_one_matrix_of_keys_and_values_is_split(
         np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(expected).max(), rtol=0)
 
 
-def test_keys_are_paired_after_the_values_that_are_not_rotated() -> None:
+def test_rope_rows_of_deepseek_keys_are_unpermuted_behind_the_unrotated_rows() -> None:
     specs = {spec.name: spec for spec in DEEPSEEK.tensors(FAMILIES["deepseek"])}
     for name, unpaired in (("q_b", 32), ("kv_a", 256)):
         how = specs[f"layers.0.attn.{name}.weight"].hf_transform

@@ -63,11 +63,13 @@ def windows(config: ModelConfig) -> str:
         ("exaone4", "LLLGLLLG"),
     ],
 )
-def test_layers_alternate_where_the_file_does_not_say_how(family: str, expected: str) -> None:
+def test_window_layers_alternate_by_family_where_the_config_is_silent(
+    family: str, expected: str
+) -> None:
     assert windows(from_hf(family)) == windows(from_gguf(family)) == expected
 
 
-def test_files_may_say_which_layers_have_a_window() -> None:
+def test_window_layers_can_be_listed_in_the_config() -> None:
     kinds = {"L": "sliding_attention", "G": "full_attention"}
     listed = [kinds[letter] for letter in "LLGGLLGG"]
     assert windows(from_hf("gemma3", layer_types=listed)) == "LLGGLLGG"
@@ -83,7 +85,7 @@ def test_files_may_say_which_layers_have_a_window() -> None:
     assert windows(qwen) == "GGGGGGLL" and qwen.sliding_window is None
 
 
-def test_windowed_layers_may_rotate_in_their_own_way() -> None:
+def test_windowed_layers_may_have_their_own_rope() -> None:
     scaling = {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
     gemma = from_hf("gemma3", rope_theta=500.0, rope_local_base_freq=100.0, **scaling)
     local, full = gemma.layer(0).rope, gemma.layer(5).rope
@@ -98,7 +100,7 @@ def test_windowed_layers_may_rotate_in_their_own_way() -> None:
     assert [smol.layer(i).rope is None for i in range(8)] == [False, False, False, True] * 2
 
 
-def test_qwens_layers_without_experts() -> None:
+def test_qwen_layers_without_experts_are_dense() -> None:
     settings = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     config = from_hf("qwen3_moe", **settings, mlp_only_layers=[0, 5], decoder_sparse_step=2)
     found = [config.layer(index).experts for index in range(8)]
@@ -108,7 +110,7 @@ def test_qwens_layers_without_experts() -> None:
     assert "layers.1.experts.up.weight" in names and "layers.0.experts.up.weight" not in names
 
 
-def test_gemmas_largest_models_divide_scores_by_another_root() -> None:
+def test_attention_scale_of_the_largest_gemma_models_follows_the_layer_count() -> None:
     """A GGUF file does not state it: the number of layers tells which model it is."""
     assert from_gguf("gemma2").attention_scale == 8**-0.5
     assert from_gguf("gemma2", num_layers=46).attention_scale == (64 / 4) ** -0.5
@@ -117,7 +119,7 @@ def test_gemmas_largest_models_divide_scores_by_another_root() -> None:
     assert from_hf("gemma", sliding_window=None).embedding_multiplier == 8.0
 
 
-def test_multipliers_and_caps_that_a_file_leaves_out() -> None:
+def test_missing_multipliers_and_softcaps_get_family_defaults() -> None:
     caps = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": None}
     for config in (from_hf("gemma2"), from_gguf("gemma2")):
         assert (config.attention_softcap, config.logits_softcap) == (50.0, 30.0)
@@ -127,7 +129,7 @@ def test_multipliers_and_caps_that_a_file_leaves_out() -> None:
         from_gguf("minicpm", **{"attention.sliding_window": 0})
 
 
-def test_files_of_mistral_small() -> None:
+def test_gguf_files_of_mistral_small_are_read() -> None:
     stated = {
         "general.architecture": "mistral3",
         "mistral3.vocab_size": 40,
@@ -144,7 +146,7 @@ def test_files_of_mistral_small() -> None:
         row.config_from_gguf(stated | {"mistral3.attention.temperature_scale": 0.1})
 
 
-def test_a_reciprocal_and_layers_that_predict_further_tokens() -> None:
+def test_logit_scale_is_inverted_and_multi_token_prediction_layers_are_dropped() -> None:
     assert from_hf("cohere2", logit_scale=0.25).logits_scaling == 4.0
     assert from_gguf("cohere2", logit_scale=0.125).logits_scaling == 8.0
     with pytest.raises(ModelFormatError, match="multipliers > 0"):

@@ -17,12 +17,12 @@ def frequencies(max_seq_len: int = 64, **rule) -> np.ndarray:
     return rope_frequencies(RopeConfig(theta=THETA, dim=DIM, **rule), max_seq_len)[0]
 
 
-def test_plain_and_linear():
+def test_default_and_linear_rope_frequencies():
     np.testing.assert_allclose(frequencies(), PLAIN, rtol=1e-5)
     np.testing.assert_allclose(frequencies(kind="linear", factor=4.0), PLAIN / 4, rtol=1e-5)
 
 
-def test_dynamic_depends_on_the_longest_length_once_it_exceeds_the_trained_one():
+def test_dynamic_rope_changes_only_beyond_the_trained_length():
     rule = {"kind": "dynamic", "factor": 2.0, "original_max_position": 64}
     np.testing.assert_allclose(frequencies(32, **rule), PLAIN, rtol=1e-5)
     np.testing.assert_allclose(frequencies(64, **rule), PLAIN, rtol=1e-5)
@@ -31,7 +31,7 @@ def test_dynamic_depends_on_the_longest_length_once_it_exceeds_the_trained_one()
     np.testing.assert_allclose(frequencies(256, **rule), expected, rtol=1e-4)
 
 
-def test_llama3_keeps_short_waves_and_stretches_long_ones():
+def test_llama3_rope_keeps_high_frequencies_and_stretches_low_ones():
     rule = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position": 256}
     found = frequencies(kind="llama3", factor=8.0, **rule)
     turns = 256 * PLAIN / (2 * math.pi)
@@ -44,7 +44,7 @@ def test_llama3_keeps_short_waves_and_stretches_long_ones():
     np.testing.assert_allclose(found[between], expected, rtol=1e-4)
 
 
-def test_yarn_keeps_what_turns_often_and_stretches_what_hardly_does():
+def test_yarn_keeps_high_frequencies_and_stretches_low_ones():
     rule = {"kind": "yarn", "factor": 4.0, "original_max_position": 256}
     found = frequencies(**rule, beta_fast=8.0, beta_slow=1.0)
     ratio = PLAIN / found
@@ -72,7 +72,7 @@ def test_only_yarn_scales_cosines_and_sines(rule, scale):
     np.testing.assert_allclose(sin, np.sin(np.arange(5)[:, None] * found) * scale, atol=1e-5)
 
 
-def test_stored_factors_divide_and_must_be_there():
+def test_stored_rope_factors_divide_frequencies_and_are_required():
     rope = RopeConfig(theta=THETA, dim=DIM, kind="factors")
     factors = np.linspace(1, 8, DIM // 2, dtype=np.float32)
     np.testing.assert_allclose(rope_frequencies(rope, 64, factors)[0], PLAIN / factors, rtol=1e-5)

@@ -32,7 +32,7 @@ def log(clock: Clock) -> ChildLog:
     return ChildLog("vllm", clock)
 
 
-async def test_lines_are_named_and_keep_their_level(log, caplog) -> None:
+async def test_child_log_lines_are_prefixed_and_keep_their_level(log, caplog) -> None:
     output = log.begin()
     with caplog.at_level(logging.DEBUG):
         output.data_received(b"(W pid=1) WARNING 11-15 06:02:24 [cpu.py:1] tri")
@@ -44,18 +44,18 @@ async def test_lines_are_named_and_keep_their_level(log, caplog) -> None:
     ]
 
 
-async def test_a_progress_bar_is_many_lines(log) -> None:
+async def test_carriage_returns_of_a_progress_bar_split_lines(log) -> None:
     log.begin().data_received(b"Loading:  0%\rLoading: 50%\rLoading: 100%\r")
     assert log.last_line == "Loading: 100%"
 
 
-async def test_the_first_error_is_the_cause(log) -> None:
+async def test_the_first_error_line_is_the_cause_of_a_childs_end(log) -> None:
     output = log.begin()
     output.data_received(VLLM_DEATH.encode())
     assert log.cause == "ValueError: no room for the KV cache"
 
 
-async def test_a_refused_option_is_a_cause(log) -> None:
+async def test_an_unrecognized_argument_is_reported_as_the_cause(log) -> None:
     output = log.begin()
     output.data_received(
         b"usage: vllm serve [-h]\nvllm serve: error: unrecognized arguments: --x=1\n"
@@ -63,7 +63,7 @@ async def test_a_refused_option_is_a_cause(log) -> None:
     assert log.cause == "error: unrecognized arguments: --x=1"
 
 
-async def test_without_an_error_the_last_words_are_the_cause(log) -> None:
+async def test_without_an_error_the_last_line_is_the_cause(log) -> None:
     output = log.begin()
     output.data_received(b"(E pid=2) INFO 11-15 06:03:44 [utils.py:347] Using a cache\nhalf a li")
     assert log.cause == "Using a cache"
@@ -72,13 +72,13 @@ async def test_without_an_error_the_last_words_are_the_cause(log) -> None:
     assert output.closed.done()
 
 
-async def test_another_run_explains_itself(log) -> None:
+async def test_a_restarted_child_has_no_earlier_cause(log) -> None:
     log.begin().data_received(VLLM_DEATH.encode())
     log.begin()
     assert log.cause == "" and log.last_line == ""
 
 
-async def test_a_flood_is_counted_and_its_end_kept(log, clock, caplog) -> None:
+async def test_a_flood_of_child_output_is_counted_and_its_end_kept(log, clock, caplog) -> None:
     num_lines = 2000
     output = log.begin()
     with caplog.at_level(logging.INFO):
@@ -92,7 +92,7 @@ async def test_a_flood_is_counted_and_its_end_kept(log, clock, caplog) -> None:
     assert caplog.records[-1].getMessage() == "[vllm] after"
 
 
-async def test_an_endless_line_is_cut(log, caplog) -> None:
+async def test_an_endless_output_line_is_truncated(log, caplog) -> None:
     output = log.begin()
     with caplog.at_level(logging.INFO):
         for _ in range(KEPT_LINES):

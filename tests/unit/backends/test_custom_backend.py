@@ -61,7 +61,7 @@ async def test_closing_a_stream_early_releases_it_before_close_returns():
     await backend.stop()
 
 
-async def test_fed_events_are_those_that_are_read():
+async def test_events_fed_to_a_callback_equal_events_that_are_iterated():
     backend = await started()
     read = [event async for event in backend.complete(asking("read", n=2, max_tokens=20))]
     fed = []
@@ -72,7 +72,7 @@ async def test_fed_events_are_those_that_are_read():
     await backend.stop()
 
 
-async def test_a_feed_hands_on_in_the_call_that_delivers():
+async def test_a_feed_calls_back_synchronously_on_delivery():
     request = GenerateRequest(request_id="r", prompt=(1,), params=SamplingParams(max_tokens=3))
     generation = Generation(request, TEXT, Prepared((1,), "prompt"), ToldEngine())
     fed = []
@@ -89,7 +89,7 @@ async def test_a_feed_hands_on_in_the_call_that_delivers():
     ]
 
 
-async def test_a_feed_is_released_when_it_is_cancelled():
+async def test_cancelling_a_feed_aborts_its_request():
     backend = await started()
     sent, send = [], backend._link._client.send
     backend._link._client.send = lambda message: sent.append(message) or send(message)
@@ -104,7 +104,7 @@ async def test_a_feed_is_released_when_it_is_cancelled():
     await backend.stop()
 
 
-async def test_a_feed_raises_what_ended_it():
+async def test_a_feed_raises_the_error_that_ended_its_request():
     backend = await started()
     begun = asyncio.Event()
     feeding = asyncio.create_task(backend.complete(asking()).feed(lambda event: begun.set()))
@@ -114,7 +114,7 @@ async def test_a_feed_raises_what_ended_it():
         await feeding
 
 
-async def test_cancelled_while_tokenizing_nothing_is_submitted():
+async def test_a_request_cancelled_while_tokenizing_is_never_submitted():
     backend = await started()
     reading = asyncio.create_task(anext(backend.complete(asking())))
     await asyncio.sleep(0)  # it has reached the tokenizer's thread
@@ -128,7 +128,7 @@ async def test_cancelled_while_tokenizing_nothing_is_submitted():
     await backend.stop()
 
 
-async def test_a_stopped_backend_refuses_and_can_be_stopped_again():
+async def test_a_stopped_backend_refuses_requests_and_can_be_stopped_again():
     backend = await started()
     events = backend.complete(asking())
     await anext(events)
@@ -163,7 +163,7 @@ def test_backend_arguments_are_checked_by_name_and_type():
 
 
 @pytest.mark.parametrize("backlog", [1, MAX_BACKLOG + 20])
-async def test_tokens_behind_a_stop_string_are_not_counted_however_they_arrive(backlog):
+async def test_tokens_after_a_stop_string_are_not_counted(backlog):
     params = SamplingParams(max_tokens=100, stop=("cd",), logprobs=None)
     engine = ToldEngine()
     generation = Generation(
@@ -197,7 +197,7 @@ async def test_tokens_behind_a_stop_string_are_not_counted_however_they_arrive(b
         ("stop_token_ids", {"stop_token_ids": (-1,)}),
     ],
 )
-async def test_a_refusal_names_the_clients_field(param, changes):
+async def test_an_engine_error_names_the_clients_field(param, changes):
     backend = await started()
     prompt = changes.pop("prompt", (1, 2))
     request = msgspec.structs.replace(asking(**changes), prompt=prompt)
@@ -216,7 +216,7 @@ async def test_more_inputs_than_the_queue_holds_are_embedded():
     await backend.stop()
 
 
-async def test_requests_move_only_to_a_backend_of_the_same_kind():
+async def test_requests_move_only_to_a_backend_with_the_same_fingerprint():
     """Threads do not change a result. Another model, arithmetic or context may."""
     interrupted: list[InterruptedRequest] = []
     bench = Bench(0.1, max_revivals=8)

@@ -63,7 +63,7 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-async def test_its_words_are_there_when_it_has_ended() -> None:
+async def test_a_childs_last_output_is_its_cause_of_exit() -> None:
     log = ChildLog("toy")
     child = await start(log, sys.executable, "-c", "import sys; sys.exit('the reason')")
     assert await child.ended == 1
@@ -72,7 +72,7 @@ async def test_its_words_are_there_when_it_has_ended() -> None:
     assert list(run_directory().iterdir()) == []
 
 
-async def test_it_has_the_environment_that_was_given() -> None:
+async def test_a_child_gets_only_the_given_environment() -> None:
     log = ChildLog("toy")
     code = "import os; print(os.environ.get('GIVEN'), os.environ.get('HOME'))"
     argv = [sys.executable, "-c", code]
@@ -82,7 +82,7 @@ async def test_it_has_the_environment_that_was_given() -> None:
     await child.stop()
 
 
-async def test_a_program_that_is_not_there() -> None:
+async def test_a_missing_program_is_reported_with_status_127() -> None:
     log = ChildLog("toy")
     child = await start(log, "/no/such/program")
     assert await child.ended == 127
@@ -90,20 +90,20 @@ async def test_a_program_that_is_not_there() -> None:
     await child.stop()
 
 
-async def test_stop_leaves_no_descendant() -> None:
+async def test_stopping_a_child_leaves_no_descendant() -> None:
     child, pids = await start_family()
     await child.stop()
     assert child.ended.done()
     assert all(map(is_gone, pids))
 
 
-async def test_a_program_that_does_not_listen_is_killed() -> None:
+async def test_a_child_that_ignores_sigterm_is_killed() -> None:
     child, pids = await start_family("deaf", grace_s=0.2)
     await child.stop()
     assert all(map(is_gone, pids))
 
 
-async def test_what_it_shared_of_memory_is_removed_though_it_was_killed() -> None:
+async def test_shared_memory_of_a_killed_child_is_removed() -> None:
     log = ChildLog("toy")
     code = """
         import time
@@ -119,14 +119,14 @@ async def test_what_it_shared_of_memory_is_removed_though_it_was_killed() -> Non
     await until(lambda: not shared.exists())
 
 
-async def test_a_program_that_ends_leaves_no_descendant() -> None:
+async def test_a_child_that_exits_leaves_no_descendant() -> None:
     child, pids = await start_family("ends")
     assert await child.ended == 0
     assert all(map(is_gone, pids))
     await child.stop()
 
 
-async def test_a_killed_program_ends_with_its_signal() -> None:
+async def test_a_killed_child_reports_its_signal() -> None:
     child, pids = await start_family()
     os.kill(pids[0], signal.SIGKILL)
     assert ending(await child.ended) == "signal SIGKILL"
@@ -134,7 +134,7 @@ async def test_a_killed_program_ends_with_its_signal() -> None:
     await child.stop()
 
 
-async def test_a_killed_launcher_takes_the_program_with_it() -> None:
+async def test_killing_the_launcher_kills_the_child() -> None:
     child, pids = await start_family()
     child.note_processes()
     os.kill(child.pid, signal.SIGKILL)
@@ -145,7 +145,7 @@ async def test_a_killed_launcher_takes_the_program_with_it() -> None:
 
 
 @pytest.mark.parametrize("manner", ["polite", "deaf"])
-def test_nothing_survives_a_killed_parent(manner: str) -> None:
+def test_no_descendant_survives_a_killed_parent(manner: str) -> None:
     owner, pids = owner_of_a_family(manner)
     owner.kill()
     owner.wait()
@@ -155,7 +155,7 @@ def test_nothing_survives_a_killed_parent(manner: str) -> None:
         time.sleep(0.02)
 
 
-def test_the_next_start_ends_what_a_crash_of_everything_left() -> None:
+def test_the_next_start_reaps_processes_of_a_crashed_owner_and_launcher() -> None:
     """Owner and launcher killed in the same moment: what has a session of its own lives on."""
     owner, pids = owner_of_a_family("deaf")
     launcher = psutil.Process(owner.pid).children()[0]
@@ -194,7 +194,7 @@ def test_a_port_in_use_is_refused_at_once() -> None:
             HeldPort("127.0.0.1", port)
 
 
-def test_a_held_port_can_be_listened_on_again_and_again() -> None:
+def test_a_reserved_port_can_be_bound_repeatedly() -> None:
     import socket
 
     place = HeldPort("127.0.0.1", 0)
@@ -206,13 +206,13 @@ def test_a_held_port_can_be_listened_on_again_and_again() -> None:
     place.release()
 
 
-def test_every_interface_is_reached_over_this_machine() -> None:
+def test_a_child_listening_on_all_interfaces_is_reached_over_localhost() -> None:
     place = HeldPort("0.0.0.0", 0)
     assert place.url == f"http://127.0.0.1:{place.port}"
     place.release()
 
 
-def test_a_private_socket_is_for_nobody_else() -> None:
+def test_a_private_socket_folder_has_mode_0700_and_is_removed() -> None:
     place = PrivateSocket()
     assert os.stat(place.folder).st_mode & 0o777 == 0o700
     assert place.environment["TMPDIR"] == place.folder

@@ -41,7 +41,7 @@ from tests.support.fakes.scripted_server import (
 ANSWER = stream(*HELLO, *ENDING)
 
 
-async def test_a_stream_is_read_and_fed_alike() -> None:
+async def test_iterating_and_feeding_a_stream_give_the_same_events() -> None:
     async with scripted_server(ANSWER) as server, started(server.url) as backend:
         read = await events_of(backend.chat(a_chat()))
         fed: list = []
@@ -53,7 +53,7 @@ async def test_a_stream_is_read_and_fed_alike() -> None:
         assert server.posts[0].headers["x-request-id"] == "request-1"
 
 
-async def test_one_connection_serves_one_request_at_a_time_and_is_kept() -> None:
+async def test_connections_are_kept_alive_and_serve_one_request_at_a_time() -> None:
     async with scripted_server(ANSWER) as server, started(server.url) as backend:
         for _ in range(5):
             await events_of(backend.chat(a_chat()))
@@ -62,7 +62,7 @@ async def test_one_connection_serves_one_request_at_a_time_and_is_kept() -> None
         assert server.num_connections == 3
 
 
-async def test_a_kept_connection_that_has_ended_is_replaced() -> None:
+async def test_a_keep_alive_connection_closed_by_the_server_is_replaced() -> None:
     """Closed by the server at the very moment at which it is used again."""
 
     def script(asked: Asked) -> Reply:
@@ -74,7 +74,7 @@ async def test_a_kept_connection_that_has_ended_is_replaced() -> None:
         assert len(server.posts) == 3
 
 
-async def test_a_server_behind_a_unix_socket(tmp_path: Path) -> None:
+async def test_a_server_on_a_unix_socket_is_reached(tmp_path: Path) -> None:
     path = str(tmp_path / "s.sock")
     async with scripted_server(ANSWER, unix_path=path) as server, started(server.url) as backend:
         assert text_of(await events_of(backend.chat(a_chat()))) == "Hello"
@@ -110,7 +110,7 @@ async def test_a_server_behind_a_unix_socket(tmp_path: Path) -> None:
         ),
     ],
 )
-async def test_answers_that_are_complete_whatever_they_lack(reply: Reply) -> None:
+async def test_streams_without_done_or_content_type_are_complete(reply: Reply) -> None:
     async with scripted_server(reply) as server, started(server.url) as backend:
         events = await events_of(backend.chat(a_chat()))
         assert text_of(events) == "Hello" and finishes_of(events) == [FinishEvent(0, "stop")]
@@ -135,7 +135,7 @@ async def test_answers_that_are_complete_whatever_they_lack(reply: Reply) -> Non
         pytest.param(whole(b"not json"), id="a page"),
     ],
 )
-async def test_answers_that_break_off(reply: Reply) -> None:
+async def test_truncated_streams_are_retryable_errors(reply: Reply) -> None:
     async with scripted_server(reply) as server, started(server.url) as backend:
         with pytest.raises(UnavailableError) as caught:
             await events_of(backend.chat(a_chat()))
@@ -157,7 +157,7 @@ async def test_answers_that_break_off(reply: Reply) -> None:
         (whole({"error": "bad"}, 400), InvalidRequestError, None),
     ],
 )
-async def test_refusals_are_passed_on_in_the_server_s_words(reply, kind, param) -> None:
+async def test_upstream_400_errors_keep_their_message_and_param(reply, kind, param) -> None:
     async with scripted_server(reply) as server, started(server.url) as backend:
         with pytest.raises(kind, match="bad") as caught:
             await events_of(backend.chat(a_chat()))
@@ -165,7 +165,7 @@ async def test_refusals_are_passed_on_in_the_server_s_words(reply, kind, param) 
         assert backend.health().ready
 
 
-async def test_a_full_server_says_when_to_come_back() -> None:
+async def test_an_upstream_429_passes_its_retry_after_on() -> None:
     reply = whole({"error": {"message": "slow down"}}, 429, retry_after="7")
     async with scripted_server(reply) as server, started(server.url) as backend:
         with pytest.raises(RateLimitError, match="slow down") as caught:
@@ -173,7 +173,7 @@ async def test_a_full_server_says_when_to_come_back() -> None:
         assert caught.value.retry_after == 7.0
 
 
-async def test_a_context_that_is_too_long_has_its_usual_code() -> None:
+async def test_an_upstream_context_overflow_has_the_usual_error_code() -> None:
     message = "This model's maximum context length is 8 tokens."
     reply = whole({"error": {"message": message, "code": 400}}, 400)
     async with scripted_server(reply) as server, started(server.url) as backend:
@@ -183,7 +183,7 @@ async def test_a_context_that_is_too_long_has_its_usual_code() -> None:
 
 
 @pytest.mark.parametrize("reply", [stream(*HELLO, hangs=True), Reply([], hangs=True)])
-async def test_leaving_closes_the_connection_at_once(reply: Reply) -> None:
+async def test_cancelling_a_request_closes_its_connection_at_once(reply: Reply) -> None:
     async with scripted_server(reply) as server, started(server.url) as backend:
         feeding = asyncio.create_task(backend.chat(a_chat()).feed(lambda event: None))
         await until(lambda: server.posts)
@@ -197,7 +197,7 @@ async def test_leaving_closes_the_connection_at_once(reply: Reply) -> None:
             await asyncio.wait_for(server.cut.wait(), 30)
 
 
-async def test_a_stop_string_found_here_ends_the_work_there() -> None:
+async def test_a_locally_matched_stop_string_cancels_the_upstream_request() -> None:
     reply = stream(*HELLO, delta(content="! STOP and more"), hangs=True)
     async with scripted_server(reply) as server, started(server.url) as backend:
         stops = ("1", "2", "3", "4", "STOP")
@@ -209,14 +209,14 @@ async def test_a_stop_string_found_here_ends_the_work_there() -> None:
         assert server.posts[0].body["stop"] == ["1", "2", "3", "4"]
 
 
-async def test_silence_has_an_end() -> None:
+async def test_an_upstream_stream_that_is_idle_too_long_is_an_error() -> None:
     reply, limit = stream(*HELLO, hangs=True), {"idle_timeout_s": 0.05}
     async with scripted_server(reply) as server, started(server.url, **limit) as backend:
         with pytest.raises(UnavailableError, match="sent nothing for 0.05 seconds"):
             await events_of(backend.chat(a_chat()))
 
 
-async def test_a_request_has_its_own_deadline() -> None:
+async def test_an_upstream_request_has_its_own_deadline() -> None:
     reply = stream(*HELLO, hangs=True)
     async with scripted_server(reply) as server, started(server.url) as backend:
         with pytest.raises(RequestTimeoutError, match="0.05 seconds"):
@@ -224,7 +224,7 @@ async def test_a_request_has_its_own_deadline() -> None:
         await asyncio.wait_for(server.cut.wait(), 30)
 
 
-async def test_stopping_ends_every_stream() -> None:
+async def test_stopping_the_backend_ends_every_stream() -> None:
     async with scripted_server(stream(*HELLO, hangs=True)) as server:
         async with started(server.url) as backend:
             reading = asyncio.create_task(events_of(backend.chat(a_chat())))
@@ -238,7 +238,7 @@ async def test_stopping_ends_every_stream() -> None:
             await events_of(backend.chat(a_chat()))
 
 
-async def test_several_choices_where_the_server_gives_one() -> None:
+async def test_n_choices_are_emulated_by_several_requests() -> None:
     def script(asked: Asked) -> Reply:
         assert "n" not in asked.body
         text = f"seed {asked.body['seed']}"
@@ -257,7 +257,7 @@ async def test_several_choices_where_the_server_gives_one() -> None:
         assert len(ids) == 3
 
 
-async def test_one_of_several_choices_fails_for_all() -> None:
+async def test_one_failed_choice_fails_the_whole_request() -> None:
     def script(asked: Asked) -> Reply:
         is_last = asked.body["seed"] == 1
         return whole({"error": "x"}, 500) if is_last else stream(*HELLO, hangs=True)
@@ -268,7 +268,7 @@ async def test_one_of_several_choices_fails_for_all() -> None:
         await asyncio.wait_for(server.cut.wait(), 30)
 
 
-async def test_echo_needs_no_server() -> None:
+async def test_echo_is_emulated_without_the_server() -> None:
     reply = stream({"choices": [{"text": " c", "finish_reason": "length"}]}, usage(2, 1), "[DONE]")
     async with scripted_server(reply) as server, started(server.url) as backend:
         events = await events_of(backend.complete(a_completion("a b", echo=True)))
@@ -276,7 +276,7 @@ async def test_echo_needs_no_server() -> None:
         assert isinstance(events[0], TextEvent) and events[0].num_tokens == 0
 
 
-async def test_a_completion_of_any_length_asks_for_the_room_that_is_left() -> None:
+async def test_a_completion_without_max_tokens_asks_for_the_remaining_context() -> None:
     def script(asked: Asked) -> Reply:
         if asked.path == "/tokenize":
             return whole({"tokens": [1, 2, 3]})
@@ -292,7 +292,7 @@ async def test_a_completion_of_any_length_asks_for_the_room_that_is_left() -> No
 
 
 @pytest.mark.parametrize("as_text", [True, False])
-async def test_embeddings(as_text: bool) -> None:
+async def test_embeddings_are_read_from_base64_or_lists_in_index_order(as_text: bool) -> None:
     rows = np.array([[0.0, 2.0], [3.0, 4.0]], np.float32)
 
     def script(asked: Asked) -> Reply:

@@ -32,7 +32,7 @@ from tests.support.fakes.scripted_server import (
 ANSWER = stream(*HELLO, *ENDING)
 
 
-async def test_health_follows_what_requests_meet_and_recovers_by_itself() -> None:
+async def test_health_follows_failed_requests_and_recovers_by_probes() -> None:
     async with scripted_server(ANSWER) as server:
         port = int(server.url.split(":")[2].split("/")[0])
         backend = OpenAIBackend(
@@ -49,7 +49,7 @@ async def test_health_follows_what_requests_meet_and_recovers_by_itself() -> Non
     await backend.stop()
 
 
-async def test_a_server_that_is_gone_is_noticed_without_a_request() -> None:
+async def test_an_upstream_server_that_is_gone_is_noticed_by_probes() -> None:
     async with scripted_server(ANSWER) as server:
         backend = OpenAIBackend(
             OpenAIConfig(base_url=server.url, dialect="openai", probe_interval_s=0.02)
@@ -59,7 +59,7 @@ async def test_a_server_that_is_gone_is_noticed_without_a_request() -> None:
     await backend.stop()
 
 
-async def test_a_busy_server_is_not_taken_for_a_dead_one(monkeypatch) -> None:
+async def test_a_busy_server_that_answers_no_probe_is_not_marked_dead(monkeypatch) -> None:
     """It answers no probe, while an answer comes from it; then that ends, and nothing comes."""
     monkeypatch.setattr(link, "PROBE_TIMEOUT_S", 0.1)
     probes: list[Asked] = []
@@ -89,7 +89,9 @@ async def test_a_busy_server_is_not_taken_for_a_dead_one(monkeypatch) -> None:
         ("/nothing", {}, "openai"),
     ],
 )
-async def test_a_server_is_recognized(path: str, body: dict, dialect: str) -> None:
+async def test_the_dialect_of_an_upstream_server_is_recognized(
+    path: str, body: dict, dialect: str
+) -> None:
     async with scripted_server(whole({"error": "no"}, 404)) as server:
         server.paths[path] = lambda asked: whole(body)
         async with started(server.url, dialect="auto", model_name="auto") as backend:
@@ -98,7 +100,7 @@ async def test_a_server_is_recognized(path: str, body: dict, dialect: str) -> No
             assert "embeddings" not in card.capabilities
 
 
-async def test_what_a_server_tells_of_its_model() -> None:
+async def test_capabilities_are_discovered_from_the_upstream_server() -> None:
     listed = {"data": [{"id": "llama:latest"}]}
     shown = {"capabilities": ["completion", "tools", "thinking"]}
     async with scripted_server(whole({"error": "no"}, 404)) as server:
@@ -142,7 +144,9 @@ async def test_what_a_server_tells_of_its_model() -> None:
         ({"lacks": ("flying",)}, {}, ConfigError, "'flying' is no parameter"),
     ],
 )
-async def test_what_keeps_it_from_starting(fields, paths, kind, words) -> None:
+async def test_misconfigured_upstream_servers_are_refused_at_start(
+    fields, paths, kind, words
+) -> None:
     async with scripted_server(ANSWER) as server:
         server.paths |= {path: (lambda asked, r=reply: r) for path, reply in paths.items()}
         with pytest.raises(kind, match=words):
@@ -150,7 +154,7 @@ async def test_what_keeps_it_from_starting(fields, paths, kind, words) -> None:
                 pass
 
 
-async def test_nobody_there() -> None:
+async def test_an_unreachable_upstream_server_is_reported() -> None:
     with pytest.raises(ModelError, match="refused the connection. Is it running"):
         async with started("http://127.0.0.1:9/v1", start_timeout_s=0.3):
             pass
@@ -161,7 +165,7 @@ async def test_nobody_there() -> None:
     await backend.stop()
 
 
-async def test_a_server_that_is_still_loading_is_waited_for() -> None:
+async def test_an_upstream_server_that_is_still_loading_is_waited_for() -> None:
     answers = iter([whole({}, 503), whole({}, 503), whole(MODELS)])
     async with scripted_server(ANSWER) as server:
         server.paths["/v1/models"] = lambda asked: next(answers)
@@ -169,7 +173,7 @@ async def test_a_server_that_is_still_loading_is_waited_for() -> None:
             assert backend.health().ready
 
 
-async def test_nothing_is_left_open() -> None:
+async def test_no_connection_is_left_open_but_idle_keep_alive_ones() -> None:
     """After every kind of ending, no connection is left but those that wait for the next."""
     replies = iter([ANSWER, whole({"error": "x"}, 400), stream(*HELLO, closes=True), ANSWER])
     async with scripted_server(lambda asked: next(replies)) as server:

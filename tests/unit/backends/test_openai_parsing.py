@@ -37,7 +37,7 @@ EVENTS = [b'{"a": 1}', '{"b": "ü"}'.encode(), b"two\nlines", b"[DONE]"]
 
 
 @given(st.sampled_from(["\n", "\r\n", "\r"]), st.lists(st.integers(0, 200), max_size=30))
-def test_any_cut_of_a_stream_gives_the_same_events(end: str, cuts: list[int]) -> None:
+def test_sse_parsing_is_the_same_for_any_split_of_the_bytes(end: str, cuts: list[int]) -> None:
     # With bare CRs the last line is only known to have ended when something follows.
     raw = STREAM.replace("\n", end).encode() + b"\n"
     places = sorted({0, len(raw), *(min(cut, len(raw)) for cut in cuts)})
@@ -48,7 +48,7 @@ def test_any_cut_of_a_stream_gives_the_same_events(end: str, cuts: list[int]) ->
     assert found == EVENTS
 
 
-def test_an_endless_line_is_given_up() -> None:
+def test_an_endless_sse_line_is_refused() -> None:
     lines = EventLines()
     with pytest.raises(UnavailableError, match="too large"):
         for _ in range(20):
@@ -66,7 +66,7 @@ def read(
     return [*events, reader.end()] if ends else events
 
 
-def test_text_reasoning_in_both_spellings_and_usage() -> None:
+def test_reasoning_is_read_in_both_spellings_with_usage() -> None:
     *events, last = read(
         delta(role="assistant", content=""),
         delta(reasoning="why"),
@@ -88,7 +88,7 @@ def test_text_reasoning_in_both_spellings_and_usage() -> None:
     assert counts == (5, 9, 4, 6)
 
 
-def test_without_usage_what_came_is_counted() -> None:
+def test_without_usage_the_received_chunks_are_counted() -> None:
     done = delta(content="b", finish="stop")
     asked = Expected(SamplingParams(), num_prompt=7)
     last = read(delta(content="a"), done, expected=asked)[-1]
@@ -149,7 +149,7 @@ def calls_of(events: list[Event]) -> dict[int, tuple[str | None, str]]:
         ),
     ],
 )
-def test_calls_of_tools_however_they_are_counted(chunks: list[Any]) -> None:
+def test_tool_calls_are_read_with_or_without_indexes(chunks: list[Any]) -> None:
     events = read(*chunks, delta(finish="stop"))
     found = [(name, json.loads(arguments)) for name, arguments in calls_of(events).values()]
     assert found == [("f", {"x": 1}), ("g", {"y": 2})]
@@ -158,12 +158,12 @@ def test_calls_of_tools_however_they_are_counted(chunks: list[Any]) -> None:
     assert FinishEvent(0, "tool_calls") in events
 
 
-def test_a_call_without_a_name_is_no_call() -> None:
+def test_a_tool_call_without_a_name_is_an_error() -> None:
     with pytest.raises(UnavailableError, match="without a name"):
         read(call(index=0, function={"arguments": "{}"}), ends=False)
 
 
-def test_logprobs_of_chats_and_completions() -> None:
+def test_logprobs_of_chats_and_completions_are_read() -> None:
     content = [
         {
             "token": "é",
@@ -192,13 +192,13 @@ def test_logprobs_of_chats_and_completions() -> None:
         assert [each.token for each in token.top] == ["é"]
 
 
-def test_logprobs_that_never_come_are_told_of() -> None:
+def test_missing_logprobs_are_reported_as_unsupported() -> None:
     with pytest.raises(InvalidRequestError) as caught:
         read(delta(content="a"), logprobs=0, ends=False)
     assert caught.value.param == "logprobs"
 
 
-def test_a_scored_prompt_comes_before_its_continuation() -> None:
+def test_echoed_prompt_logprobs_come_before_the_continuation() -> None:
     columns = {
         "tokens": ["a", " b", " c"],
         "token_logprobs": [None, -1.0, -2.0],
@@ -227,19 +227,21 @@ def test_a_scored_prompt_comes_before_its_continuation() -> None:
         ({"stop_reason": "other"}, None),
     ],
 )
-def test_stop_reasons_are_what_the_client_named(fields: Any, stop_reason: Any) -> None:
+def test_stop_reasons_are_reported_only_if_the_client_named_them(
+    fields: Any, stop_reason: Any
+) -> None:
     chunk = delta(finish="stop")
     chunk["choices"][0] |= fields
     events = read(chunk, stop=("\n",), stop_token_ids=(7,))
     assert FinishEvent(0, "stop", stop_reason) in events
 
 
-def test_llama_server_tells_its_stop_string_apart() -> None:
+def test_llama_servers_stopping_word_becomes_the_stop_reason() -> None:
     told = delta(finish="stop") | {"__verbose": {"stopping_word": "x", "content": "..."}}
     assert FinishEvent(0, "stop", "x") in read(told, stop=("x",))
 
 
-def test_stop_strings_that_the_server_is_not_told_of_are_found_here() -> None:
+def test_stop_strings_beyond_the_servers_limit_are_matched_locally() -> None:
     params = SamplingParams(stop=("1", "2", "END"), n=2)
     events: list[Event] = []
     reader = AnswerReader(Expected(params, own_stops=("END",)), events.append, 0.0)
@@ -272,17 +274,17 @@ def test_stop_strings_that_the_server_is_not_told_of_are_found_here() -> None:
         ({"choices": "what"}, UnavailableError, "understood"),
     ],
 )
-def test_failures_within_a_stream(chunk: Any, kind: type[EngineError], words: str) -> None:
+def test_errors_within_a_stream_are_raised(chunk: Any, kind: type[EngineError], words: str) -> None:
     with pytest.raises(kind, match=words):
         read(delta(content="a"), chunk, ends=False)
 
 
-def test_an_answer_that_lacks_an_ending_has_broken_off() -> None:
+def test_a_stream_without_a_finish_reason_is_incomplete() -> None:
     with pytest.raises(UnavailableError, match="broke off"):
         read(delta(0, content="a", finish="stop"), delta(1, content="b"), n=2)
 
 
-def test_a_choice_that_nobody_asked_for_is_passed_over() -> None:
+def test_choices_with_unexpected_indexes_are_ignored() -> None:
     stray = [delta(content="x") for _ in range(2)]
     for chunk, index in zip(stray, (1, -1), strict=True):
         chunk["choices"][0]["index"] = index
@@ -290,7 +292,7 @@ def test_a_choice_that_nobody_asked_for_is_passed_over() -> None:
     assert events[:-1] == [TextEvent(0, "a", 1), FinishEvent(0, "stop")]
 
 
-def test_ids_are_those_of_all_tokens_or_of_none() -> None:
+def test_token_ids_are_reported_only_if_every_token_has_one() -> None:
     tokens: list[dict[str, Any]] = [
         {"token": "a", "logprob": -1.0, "id": 5},
         {"token": "b", "logprob": -1.0},
@@ -304,7 +306,7 @@ def test_ids_are_those_of_all_tokens_or_of_none() -> None:
 
 
 @pytest.mark.parametrize("status", [401, 403])
-def test_our_own_key_is_not_the_clients_trouble(status: int) -> None:
+def test_an_upstream_401_does_not_leak_the_key(status: int) -> None:
     error = error_of(status, {}, b'{"error": {"message": "sk-secret is wrong"}}')
     assert isinstance(error, KeyRefusedError)
     assert "secret" not in error.message
@@ -321,11 +323,11 @@ def test_our_own_key_is_not_the_clients_trouble(status: int) -> None:
         ({b"retry-after": b"Wed, 21 Oct 2026 07:28:00 GMT"}, None),
     ],
 )
-def test_when_to_come_back(headers: dict[bytes, bytes], seconds: float | None) -> None:
+def test_retry_after_headers_are_read(headers: dict[bytes, bytes], seconds: float | None) -> None:
     assert error_of(429, headers, b"{}").retry_after == seconds
 
 
-def test_a_grammar_is_complained_of_under_the_clients_name_for_it() -> None:
+def test_upstream_grammar_errors_name_the_clients_parameter() -> None:
     body = b'{"error": {"message": "structured_outputs.regex: is wrong", "param": "%s"}}'
     error = error_of(400, {}, body % b"structured_outputs.regex", "guided_regex")
     assert (error.param, error.message) == ("guided_regex", "guided_regex: is wrong")

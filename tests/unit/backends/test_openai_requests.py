@@ -98,13 +98,15 @@ def complete(dialect: Dialect, prompt: Any = "hi", **fields: Any) -> dict[str, A
     return BodyBuilder(dialect, "m", max_model_len=2048).completion(request)
 
 
-def test_the_table_names_every_parameter() -> None:
+def test_the_parameter_table_covers_every_sampling_parameter() -> None:
     assert OTHER_VALUES.keys() == set(SamplingParams.__struct_fields__)
 
 
 @pytest.mark.parametrize("dialect", DIALECTS.values(), ids=DIALECTS.keys())
 @pytest.mark.parametrize("name", OTHER_VALUES)
-def test_no_parameter_is_lost(dialect: Dialect, name: str) -> None:
+def test_every_parameter_is_sent_or_refused_by_name_in_every_dialect(
+    dialect: Dialect, name: str
+) -> None:
     """It changes what is sent, or it is refused by its name."""
     beside = {"score_prompt": True} if name == "prompt_logprobs" else {}
     asked = beside | {name: OTHER_VALUES[name]}
@@ -120,7 +122,7 @@ def test_no_parameter_is_lost(dialect: Dialect, name: str) -> None:
         assert (name in dialect.lacks) <= (name not in dialect.emulated)
 
 
-def test_the_names_that_dialects_use() -> None:
+def test_parameters_are_sent_under_each_dialects_names() -> None:
     params = {"max_tokens": 9, "repetition_penalty": 1.2, "seed": 2**40, "logprobs": 0}
     llama = chat(LLAMA_SERVER, params=params)
     assert (llama["repeat_penalty"], llama["repeat_last_n"]) == (1.2, 2048)
@@ -145,21 +147,21 @@ def test_the_names_that_dialects_use() -> None:
     }
 
 
-def test_biases_in_the_form_that_a_server_knows() -> None:
+def test_logit_bias_is_sent_in_each_dialects_form() -> None:
     never = {"logit_bias": {5: float("-inf")}}
     assert chat(VLLM, params=never)["logit_bias"] == {"5": -100.0}
     told = chat(LLAMA_SERVER, params=never | {"text_bias": {"x": 1.5}})["logit_bias"]
     assert told == [[5, False], ["x", 1.5]]
 
 
-def test_of_top_k_only_the_greedy_one_can_be_emulated() -> None:
+def test_only_greedy_top_k_can_be_emulated() -> None:
     assert chat(OPENAI, params={"top_k": 1, "temperature": 0.7})["temperature"] == 0.0
     assert "top_k" not in chat(OLLAMA, params={"top_k": 40, "temperature": 0.0})
     with pytest.raises(InvalidRequestError, match="top_k"):
         chat(OPENAI, params={"top_k": 40})
 
 
-def test_more_stop_strings_than_a_server_takes() -> None:
+def test_stop_strings_beyond_the_dialects_limit_are_not_sent() -> None:
     stops = tuple("abcdef")
     assert chat(OPENAI, params={"stop": stops})["stop"] == list("abcd")
     assert chat(VLLM, params={"stop": stops})["stop"] == list(stops)
@@ -176,14 +178,14 @@ def test_more_stop_strings_than_a_server_takes() -> None:
         (TGI, REGEX, {"response_format": {"type": "regex", "value": "a+"}}),
     ],
 )
-def test_grammars_in_the_words_of_a_dialect(
+def test_grammars_are_sent_in_each_dialects_form(
     dialect: Dialect, spec: GrammarSpec, fields: dict[str, Any]
 ) -> None:
     made = chat(dialect, grammar=spec)
     assert {name: made[name] for name in fields} == fields
 
 
-def test_grammars_that_a_server_can_not_follow() -> None:
+def test_grammars_that_a_dialect_lacks_are_refused() -> None:
     for build, dialect, spec in (
         (chat, OPENAI, REGEX),
         (chat, LLAMA_SERVER, REGEX),
@@ -212,7 +214,7 @@ def test_grammars_that_a_server_can_not_follow() -> None:
         ),
     ],
 )
-def test_what_else_a_server_lacks_is_refused(
+def test_other_parameters_that_a_dialect_lacks_are_refused(
     dialect: Dialect, fields: dict[str, Any], param: str
 ) -> None:
     with pytest.raises(InvalidRequestError) as caught:
@@ -220,7 +222,7 @@ def test_what_else_a_server_lacks_is_refused(
     assert caught.value.param == param and caught.value.error_code == "unsupported_parameter"
 
 
-def test_tools_and_the_choice_among_them() -> None:
+def test_tools_and_tool_choice_are_sent_in_each_dialects_form() -> None:
     named = chat(VLLM, tools=(TOOL,), tool_choice=ToolChoice("named", "f"))
     assert named["tool_choice"] == {"type": "function", "function": {"name": "f"}}
     assert named["parallel_tool_calls"] is True
@@ -231,7 +233,7 @@ def test_tools_and_the_choice_among_them() -> None:
     assert chat(ENGINE, tools=(TOOL,), tool_choice=ToolChoice("none"))["tool_choice"] == "none"
 
 
-def test_the_arguments_of_a_tool_that_has_none_are_one_value_for_vllm() -> None:
+def test_tools_without_parameters_get_a_constant_schema_for_vllm() -> None:
     empty = {"type": "object", "properties": {}, "additionalProperties": False}
 
     def sent(schema: dict[str, Any]) -> dict[str, Any]:
@@ -243,7 +245,7 @@ def test_the_arguments_of_a_tool_that_has_none_are_one_value_for_vllm() -> None:
         assert sent(other) == other
 
 
-def test_earlier_calls_and_reasoning_go_back_as_they_came() -> None:
+def test_earlier_tool_calls_and_reasoning_are_sent_back_unchanged() -> None:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
     message = {"role": "assistant", "content": "", "reasoning_content": "r", "tool_calls": [call]}
     (made,) = chat(VLLM, messages=(message,))["messages"]
@@ -252,7 +254,7 @@ def test_earlier_calls_and_reasoning_go_back_as_they_came() -> None:
     assert message["tool_calls"] == [call], "the request itself is left alone"
 
 
-def test_completions() -> None:
+def test_completion_bodies_follow_the_dialect() -> None:
     assert complete(VLLM, prompt=(1, 2))["prompt"] == (1, 2)
     assert complete(OLLAMA, completion={"suffix": "s"})["suffix"] == "s"
     scored = complete(VLLM, params={"logprobs": 1, "score_prompt": True})
@@ -263,14 +265,14 @@ def test_completions() -> None:
         complete(VLLM, completion={"suffix": "s"})
 
 
-def test_tenants_stay_apart_where_the_server_can() -> None:
+def test_tenants_get_separate_cache_salts_where_the_dialect_can() -> None:
     made = [chat(VLLM, salt=salt).get("cache_salt") for salt in ("", "a", "b")]
     assert made[0] is None and len(set(made)) == 3 and "a" not in made
     embed = EmbedRequest(request_id="e", inputs=("x",), salt="a")
     assert BodyBuilder(ENGINE, "m", max_model_len=2048).embedding(embed)["cache_salt"] == made[1]
 
 
-def test_ids_that_a_server_would_skip_in_silence() -> None:
+def test_token_ids_beyond_the_servers_vocabulary_are_refused() -> None:
     builder = BodyBuilder(LLAMA_SERVER, "m", max_model_len=2048, vocab_size=100)
     request = CompletionRequest(context=context(params={"logit_bias": {100: 1.0}}), prompt="a")
     with pytest.raises(InvalidRequestError, match="100 is out of vocabulary") as caught:
@@ -280,7 +282,7 @@ def test_ids_that_a_server_would_skip_in_silence() -> None:
         builder.completion(CompletionRequest(context=context(), prompt=(5, 100)))
 
 
-def test_what_only_one_server_knows_is_added_to_every_request() -> None:
+def test_extra_body_fields_are_added_to_every_request() -> None:
     extra = {"provider": {"order": ["x"]}, "model": "not this"}
     builder = BodyBuilder(OPENAI, "m", max_model_len=2048, extra=extra)
     request = ChatRequest(context=context(), messages=({"role": "user", "content": "hi"},))
@@ -298,7 +300,9 @@ def test_what_only_one_server_knows_is_added_to_every_request() -> None:
         ("unix:///run/x.sock", "localhost", "/v1", ""),
     ],
 )
-def test_addresses(url: str, host_header: str, prefix: str, root: str) -> None:
+def test_base_urls_are_split_into_host_and_prefix(
+    url: str, host_header: str, prefix: str, root: str
+) -> None:
     endpoint = parse_endpoint(url)
     assert (endpoint.host_header, endpoint.prefix, endpoint.root) == (host_header, prefix, root)
 
@@ -307,6 +311,6 @@ def test_addresses(url: str, host_header: str, prefix: str, root: str) -> None:
     "url",
     ["", "ftp://h", "http://", "unix://x", "http://h:x/v1", "http://h/v1?a=1", "http://h/a b"],
 )
-def test_what_is_no_address(url: str) -> None:
+def test_malformed_base_urls_are_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="base_url"):
         parse_endpoint(url)

@@ -45,7 +45,7 @@ def write_record(directory: Path, record: ChildRecord) -> Path:
     return path
 
 
-def test_what_a_crashed_owner_left_is_ended(tmp_path: Path, sleeper) -> None:
+def test_processes_and_sockets_of_a_crashed_owner_are_removed(tmp_path: Path, sleeper) -> None:
     folder = tmp_path / "socket"
     folder.mkdir()
     path = write_record(tmp_path, ChildRecord("vLLM", (mark(sleeper),), str(folder)))
@@ -54,14 +54,14 @@ def test_what_a_crashed_owner_left_is_ended(tmp_path: Path, sleeper) -> None:
     assert not path.exists() and not folder.exists()
 
 
-def test_a_later_process_with_the_same_pid_is_left_alone(tmp_path: Path, sleeper) -> None:
+def test_a_process_with_a_recycled_pid_is_not_killed(tmp_path: Path, sleeper) -> None:
     path = write_record(tmp_path, ChildRecord("vLLM", (ProcessMark(sleeper.pid, "earlier"),)))
     assert reap_stale(tmp_path) == 0
     assert sleeper.poll() is None
     assert not path.exists()
 
 
-def test_a_child_whose_owner_lives_is_left_alone(tmp_path: Path, sleeper) -> None:
+def test_children_of_a_living_owner_are_not_killed(tmp_path: Path, sleeper) -> None:
     record = RecordFile(ChildRecord("vLLM", (mark(sleeper),)), tmp_path)
     assert reap_stale(tmp_path) == 0
     assert sleeper.poll() is None
@@ -69,7 +69,7 @@ def test_a_child_whose_owner_lives_is_left_alone(tmp_path: Path, sleeper) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_owner_that_is_killed_releases_its_record(tmp_path: Path, sleeper) -> None:
+def test_a_killed_owner_releases_its_record_lock(tmp_path: Path, sleeper) -> None:
     code = f"""
 import os, pathlib
 from engine.backends.external.reaping import *
@@ -81,14 +81,14 @@ os.kill(os.getpid(), 9)
     assert sleeper.wait(30) != 0
 
 
-def test_records_that_others_may_have_written_are_not_believed(tmp_path: Path, sleeper) -> None:
+def test_records_writable_by_others_are_not_trusted(tmp_path: Path, sleeper) -> None:
     path = write_record(tmp_path, ChildRecord("vLLM", (mark(sleeper),)))
     path.chmod(0o622)
     assert reap_stale(tmp_path) == 0
     assert sleeper.poll() is None
 
 
-def test_a_torn_record_is_removed(tmp_path: Path) -> None:
+def test_a_truncated_record_is_removed(tmp_path: Path) -> None:
     path = tmp_path / "left.json"
     path.write_bytes(b'{"name": "vLL')
     path.chmod(0o600)
@@ -111,7 +111,7 @@ def test_descendants_are_killed_with_their_ancestor() -> None:
         process.wait()
 
 
-def test_the_folder_of_records_is_private(tmp_path: Path, monkeypatch) -> None:
+def test_the_record_folder_is_private(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert run_directory() == tmp_path / "engine"
     assert os.stat(run_directory()).st_mode & 0o777 == 0o700
@@ -134,7 +134,9 @@ class Descendant:
         self.is_killed = True
 
 
-def test_a_tracker_gets_its_time_and_is_then_killed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resource_tracker_gets_time_to_clean_up_and_is_then_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     family = [Descendant("vllm", "serve"), Descendant("python", "-c", f"import {launcher.TRACKER}")]
 
     class Tree:
@@ -151,7 +153,7 @@ def test_a_tracker_gets_its_time_and_is_then_killed_too(monkeypatch: pytest.Monk
     assert tracker.num_looks_until_killed > 1 and tracker.is_killed
 
 
-def test_who_is_asked_to_end_twice_gets_no_more_time() -> None:
+def test_asking_a_child_twice_to_stop_does_not_extend_its_deadline() -> None:
     parent, theirs = socket.socketpair()
     with parent, theirs:
         asked = launcher.Launcher(parent, grace_s=60.0)

@@ -15,7 +15,7 @@ from engine.core.errors import ConfigError, NotFoundError
 BOTH = pytest.mark.parametrize("kind", [VLLMConfig, SGLangConfig])
 
 
-def test_the_quick_start_s_command() -> None:
+def test_the_quick_start_command_line_of_vllm() -> None:
     config = VLLMConfig(model_name="openai-community/gpt2", host="0.0.0.0", port=8000)
     argv = config.argv()
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", "openai-community/gpt2"]
@@ -58,7 +58,7 @@ def test_every_option_of_sglang_has_its_flag() -> None:
     assert argv[argv.index("--lora-paths") + 1 :] == ["x=1", "y=2"]
 
 
-def test_where_it_listens_is_what_was_taken_for_it() -> None:
+def test_the_child_listens_on_the_reserved_port_or_private_socket() -> None:
     place = HeldPort("127.0.0.1", 0)
     assert f"--port={place.port}" in SGLangConfig(model_name="a/b", port=0).argv(place=place)
     place.release()
@@ -70,7 +70,7 @@ def test_where_it_listens_is_what_was_taken_for_it() -> None:
 
 
 @BOTH
-def test_remote_code_runs_only_where_the_option_says_so(kind: type[ServedConfig]) -> None:
+def test_trust_remote_code_is_passed_only_if_set(kind: type[ServedConfig]) -> None:
     assert not any("trust" in each for each in kind(model_name="a/b").argv())
     assert "--trust-remote-code" in kind(model_name="a/b", trust_remote_code=True).argv()
     for name in ("trust_remote_code", "trust-remote-code", "trust_remote", "Trust-Remote-Code"):
@@ -92,14 +92,14 @@ def test_remote_code_runs_only_where_the_option_says_so(kind: type[ServedConfig]
         ({"x": None}, "has no value"),
     ],
 )
-def test_what_backend_args_may_not_say(kind, backend_args, told) -> None:
+def test_backend_args_that_belong_elsewhere_are_refused(kind, backend_args, told) -> None:
     with pytest.raises(ConfigError, match=told) as refused:
         kind(model_name="a/b", backend_args=backend_args).argv()
     assert "s3cret" not in str(refused.value)
 
 
 @BOTH
-def test_a_value_can_t_pass_for_a_flag(kind: type[ServedConfig]) -> None:
+def test_an_option_value_cannot_pass_for_a_flag(kind: type[ServedConfig]) -> None:
     argv = kind(model_name="a/b", dtype="--trust-remote-code").argv()
     assert "--trust-remote-code" not in argv
 
@@ -112,12 +112,12 @@ def test_options_come_from_configuration_files(kind: type[ServedConfig]) -> None
         make_config(kind, "x", "a/b", {"tensor_paralel_size": 2})
 
 
-def test_an_interpreter_that_is_not_there() -> None:
+def test_a_missing_interpreter_is_refused() -> None:
     with pytest.raises(ConfigError, match="python: '/no/such/python' is not a program"):
         VLLMConfig(model_name="a/b", python="/no/such/python").argv()
 
 
-def test_a_gguf_is_refused_by_the_engine_that_can_t_load_it(tmp_path: Path) -> None:
+def test_vllm_refuses_a_gguf_unless_load_format_says_so(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     file.touch()
     with pytest.raises(ConfigError, match="vLLM can't load model.gguf: .* not GGUF"):
@@ -127,13 +127,15 @@ def test_a_gguf_is_refused_by_the_engine_that_can_t_load_it(tmp_path: Path) -> N
 
 
 @BOTH
-def test_a_model_that_is_not_there(kind: type[ServedConfig], tmp_path: Path) -> None:
+def test_an_unknown_model_name_is_refused_with_the_hub_form(
+    kind: type[ServedConfig], tmp_path: Path
+) -> None:
     for name in (str(tmp_path / "no-such-folder"), "no-such-name"):
         with pytest.raises(NotFoundError, match="owner/name on the hub"):
             kind(model_name=name).resolved_model()
 
 
-def test_a_model_is_known_by_its_folder_or_its_name_on_the_hub(tmp_path: Path) -> None:
+def test_the_served_name_is_the_models_folder_or_hub_name(tmp_path: Path) -> None:
     folder = tmp_path / "Llama-3.1-8B"
     folder.mkdir()
     assert VLLMConfig(model_name=f"{folder}/").model_id == "Llama-3.1-8B"
@@ -142,7 +144,9 @@ def test_a_model_is_known_by_its_folder_or_its_name_on_the_hub(tmp_path: Path) -
 
 
 @BOTH
-def test_a_child_gets_none_of_our_settings(kind, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_gets_none_of_our_environment_settings(
+    kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("LLM_ENGINE_API_KEY", "secret")
     monkeypatch.setenv("PYTHONPATH", "/ours")
     monkeypatch.setenv("HF_TOKEN", "theirs")

@@ -83,7 +83,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-async def test_it_is_ready_when_the_probe_says_so() -> None:
+async def test_a_child_is_ready_when_its_probe_succeeds() -> None:
     stage = Stage()
     stage.endpoint.answer = "nothing listens yet"
     starting = asyncio.create_task(stage.supervisor.start())
@@ -99,7 +99,7 @@ async def test_it_is_ready_when_the_probe_says_so() -> None:
     assert stage.children[0].is_stopped
 
 
-async def test_a_first_start_that_ends_is_explained_and_not_repeated() -> None:
+async def test_a_child_that_exits_at_its_first_start_is_not_restarted() -> None:
     stage = Stage()
     stage.endpoint.answer = "nothing listens yet"
     starting = asyncio.create_task(stage.supervisor.start())
@@ -117,7 +117,7 @@ async def test_a_first_start_that_ends_is_explained_and_not_repeated() -> None:
 @pytest.mark.parametrize(
     ("answer", "told"), [("/health answers 503", "/health answers 503"), (None, "does not answer")]
 )
-async def test_a_first_start_that_takes_too_long_is_stopped(answer: str | None, told: str) -> None:
+async def test_a_first_start_that_times_out_is_stopped(answer: str | None, told: str) -> None:
     stage = Stage(Patience(start_timeout_s=0.05, probe_interval_s=0.001))
     stage.endpoint.answer = answer
     if answer is None:
@@ -127,7 +127,7 @@ async def test_a_first_start_that_takes_too_long_is_stopped(answer: str | None, 
     assert stage.children[0].is_stopped
 
 
-async def test_what_keeps_it_from_serving_is_raised() -> None:
+async def test_an_error_of_the_endpoint_ends_the_start() -> None:
     stage = Stage()
     stage.endpoint.refusal = UnavailableError("it lacks chat")
     with pytest.raises(UnavailableError, match="it lacks chat"):
@@ -135,7 +135,7 @@ async def test_what_keeps_it_from_serving_is_raised() -> None:
     assert stage.children[0].is_stopped
 
 
-async def test_a_cancelled_start_leaves_nothing() -> None:
+async def test_a_cancelled_start_leaves_no_process() -> None:
     stage = Stage()
     stage.endpoint.answer = "loading"
     starting = asyncio.create_task(stage.supervisor.start())
@@ -146,7 +146,7 @@ async def test_a_cancelled_start_leaves_nothing() -> None:
     assert stage.children[0].is_stopped
 
 
-async def test_a_death_is_followed_by_another_start() -> None:
+async def test_a_child_that_dies_is_restarted() -> None:
     stage = Stage()
     await stage.supervisor.start()
     stage.die(137)
@@ -157,7 +157,7 @@ async def test_a_death_is_followed_by_another_start() -> None:
     await stage.supervisor.stop()
 
 
-async def test_a_start_that_fails_is_tried_again() -> None:
+async def test_a_restart_that_fails_is_tried_again() -> None:
     stage = Stage()
     await stage.supervisor.start()
     stage.begin_error = OSError("no memory")
@@ -169,7 +169,7 @@ async def test_a_start_that_fails_is_tried_again() -> None:
     await stage.supervisor.stop()
 
 
-async def test_too_many_deaths_open_the_circuit_and_one_more_try_closes_it() -> None:
+async def test_too_many_deaths_open_the_circuit_breaker_and_one_retry_closes_it() -> None:
     stage = Stage(max_deaths=3)
     await stage.supervisor.start()
     for count in (2, 3):
@@ -183,7 +183,7 @@ async def test_too_many_deaths_open_the_circuit_and_one_more_try_closes_it() -> 
     await stage.supervisor.stop()
 
 
-async def test_one_that_hangs_is_stopped_and_started_again() -> None:
+async def test_a_child_that_hangs_is_restarted() -> None:
     stage = Stage()
     await stage.supervisor.start()
     stage.endpoint.answer = "it does not answer in time"
@@ -194,7 +194,7 @@ async def test_one_that_hangs_is_stopped_and_started_again() -> None:
     await stage.supervisor.stop()
 
 
-async def test_stop_during_the_pause_before_a_restart() -> None:
+async def test_stopping_during_the_restart_delay_starts_nothing() -> None:
     stage = Stage(max_deaths=1)
     await stage.supervisor.start()
     stage.die()
@@ -205,7 +205,7 @@ async def test_stop_during_the_pause_before_a_restart() -> None:
     assert len(stage.children) == 1
 
 
-def test_pauses_double_until_it_dies_too_often() -> None:
+def test_restart_delays_double_until_too_many_deaths() -> None:
     now = [100.0]
     policy = RestartPolicy(
         max_deaths=5, window_s=10, first_delay_s=1.0, max_delay_s=3.0, clock=lambda: now[0]
@@ -219,7 +219,7 @@ def test_pauses_double_until_it_dies_too_often() -> None:
     assert again is not None and again <= 1.2
 
 
-async def test_one_that_answers_between_its_silences_is_left_alone(
+async def test_a_child_that_answers_between_silent_probes_is_not_restarted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = [0.0]

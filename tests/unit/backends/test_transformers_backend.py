@@ -31,13 +31,13 @@ def write(folder: Path, generation: dict | None = None, **changes) -> Path:
 
 
 @pytest.mark.seconds
-def test_importing_it_loads_neither_pytorch_nor_transformers():
+def test_importing_the_transformers_backend_loads_neither_torch_nor_transformers():
     code = "import sys, engine.backends.transformers; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert {"torch", "transformers"}.isdisjoint(done.stdout.split())
 
 
-def test_a_configuration_becomes_the_engine_s_options():
+def test_transformers_options_become_engine_options():
     config = TransformersConfig(
         "m", dtype="bfloat16", max_slots=3, attention="own", backend_args={"block_size": 32}
     )
@@ -57,12 +57,12 @@ def test_a_configuration_becomes_the_engine_s_options():
         ({"backend_args": {"block_size": "x"}}, "block_size"),
     ],
 )
-def test_what_it_does_not_know_is_refused_by_name(options, message):
+def test_unknown_transformers_options_are_refused_by_name(options, message):
     with pytest.raises(ConfigError, match=message):
         make_backend("transformers", "m", options)
 
 
-def test_facts_of_an_unknown_family_come_from_its_files(tmp_path):
+def test_sizes_of_an_unknown_family_come_from_its_config_files(tmp_path):
     folder = write_directory(tmp_path / "m")
     write(folder, generation={"eos_token_id": [2, 1]}, n_positions=64)
     text = read_text(folder)
@@ -74,7 +74,7 @@ def test_facts_of_an_unknown_family_come_from_its_files(tmp_path):
     assert {"chat", "completions", "tools", "json_schema"} <= set(text.capabilities)
 
 
-def test_a_text_model_inside_a_larger_one_states_its_own(tmp_path):
+def test_text_config_of_a_multimodal_checkpoint_is_used(tmp_path):
     inner = {"vocab_size": 500, "max_position_embeddings": 32}
     shape = open_checkpoint(write(tmp_path / "m", text_config=inner)).shape
     assert (shape.vocab_size, shape.max_position) == (500, 32)
@@ -89,13 +89,13 @@ def test_a_text_model_inside_a_larger_one_states_its_own(tmp_path):
         ({"hidden_size": "wide"}, "'hidden_size' must be a positive number"),
     ],
 )
-def test_a_configuration_that_makes_no_sense_is_refused(tmp_path, changes, message):
+def test_an_inconsistent_checkpoint_config_is_refused(tmp_path, changes, message):
     with pytest.raises(ModelFormatError, match=message):
         open_checkpoint(write(tmp_path / "m", **changes))
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.pth"])
-def test_weights_that_can_carry_code_are_never_opened(tmp_path, name):
+def test_pickled_weights_are_never_opened(tmp_path, name):
     (tmp_path / "config.json").write_text(json.dumps(STATED))
     (tmp_path / name).write_bytes(b"\x80\x04")
     for path in (tmp_path, tmp_path / name):
@@ -103,7 +103,7 @@ def test_weights_that_can_carry_code_are_never_opened(tmp_path, name):
             open_checkpoint(path)
 
 
-def test_parts_of_a_gguf_are_refused_with_what_to_do(tmp_path):
+def test_split_gguf_files_are_refused_with_advice_to_merge(tmp_path):
     (tmp_path / "m-00001-of-00002.gguf").write_bytes(b"GGUF")
     with pytest.raises(ModelFormatError, match="merge them"):
         open_checkpoint(tmp_path / "m-00001-of-00002.gguf")

@@ -25,7 +25,7 @@ from engine.backends.vllm import VLLMBackend
         ("unknown", True),
     ],
 )
-async def test_an_old_one_is_warned_of(
+async def test_an_outdated_vllm_is_warned_about(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, version: str, is_old: bool
 ) -> None:
     metadata = tmp_path / "vllm-0.dist-info" / "METADATA"
@@ -36,11 +36,13 @@ async def test_an_old_one_is_warned_of(
     assert (MINIMUM["vllm"] in caplog.text) == is_old
 
 
-async def test_what_is_not_there_is_told_by_its_own_start(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_missing_engine_or_interpreter_gives_no_version_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     await warn_if_old("sglang", sys.executable, os.environ)
     await warn_if_old("vllm", "/nowhere/python", os.environ)
     assert not caplog.text
 
 
-def test_every_engine_has_a_minimum() -> None:
+def test_every_external_engine_has_a_minimum_version() -> None:
     assert {VLLMBackend.module, SGLangBackend.module} == set(MINIMUM)

@@ -91,7 +91,7 @@ def check_exported(base: Path, folder: Path, exported: Path) -> None:
         np.testing.assert_allclose(found[name].b @ found[name].a, pair.b @ pair.a, atol=1e-6)
 
 
-def test_matrices_that_gguf_stores_as_one_keep_their_ranks(tmp_path: Path) -> None:
+def test_lora_ranks_are_kept_for_matrices_that_gguf_fuses(tmp_path: Path) -> None:
     config = tiny_config("phi3")
     base = tmp_path / "fused.gguf"
     write_gguf(base, config, gguf_layout(config, random_weights(config)))
@@ -116,7 +116,7 @@ def check_merged(base: Path, folder: Path, target: Path) -> None:
     after.close()
 
 
-def test_a_bad_adapter_is_not_kept(base: Path, tmp_path: Path) -> None:
+def test_an_invalid_adapter_is_not_added(base: Path, tmp_path: Path) -> None:
     wrong = peft_folder(tmp_path / "a", {"model.layers.0.self_attn.q_proj": (64, 40)})
     for path, says in (
         (str(wrong), "another base model"),
@@ -150,7 +150,7 @@ def test_adapters_are_pulled_from_the_hub(base: Path, site: Site, tmp_path: Path
     assert none.exit_code != 0 and "is no adapter" in none.output.replace("\n", " ")
 
 
-def test_served_adapters_are_pulled_once(
+def test_adapters_of_a_served_config_are_pulled_once(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -38,7 +38,7 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["backends", "argv", *arguments])
 
 
-def test_every_external_engine_of_a_file(config: str) -> None:
+def test_argv_prints_every_external_engine_of_a_config_file(config: str) -> None:
     lines = run("--config", config).stdout.splitlines()
     assert [lines[0], lines[2]] == ["# big", "# other"]
     words = shlex.split(lines[1])
@@ -47,12 +47,12 @@ def test_every_external_engine_of_a_file(config: str) -> None:
     assert "--model-path=owner/other" in shlex.split(lines[3])
 
 
-def test_one_of_them(config: str) -> None:
+def test_argv_prints_one_backend_by_name(config: str) -> None:
     lines = run("--config", config, "--name", "other").stdout.splitlines()
     assert lines[0] == "# other" and len(lines) == 2
 
 
-def test_one_of_flags() -> None:
+def test_argv_prints_the_command_of_flags() -> None:
     result = run("owner/name", "--backend", "vllm", "--option", "seed=3")
     assert "--seed=3" in shlex.split(result.stdout.splitlines()[1])
 
@@ -65,13 +65,13 @@ def test_one_of_flags() -> None:
         (["a/m", "--backend", "vllm", "--option", 'python="/no/such"'], "python: '/no/such'"),
     ],
 )
-def test_a_mistake_is_one_line(arguments: list[str], told: str) -> None:
+def test_argv_errors_are_one_line(arguments: list[str], told: str) -> None:
     result = run(*arguments)
     assert result.exit_code == 2
     assert result.stderr.startswith("error:") and told in result.stderr
 
 
-def test_a_name_that_is_not_there(config: str) -> None:
+def test_argv_of_an_unknown_backend_name_lists_the_names(config: str) -> None:
     result = run("--config", config, "--name", "bog")
     assert result.exit_code == 2
     assert "there are: fast, big, other" in result.stderr

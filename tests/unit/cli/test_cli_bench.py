@@ -11,7 +11,7 @@ def load(**changes) -> Load:
     return Load(**fields | changes)
 
 
-def test_prompts_differ_at_their_start_and_have_the_size():
+def test_bench_prompts_differ_at_their_start_and_have_the_requested_size():
     made = load(extra={"ignore_eos": True})
     bodies = [made.body(number) for number in range(3)]
     texts = [body["messages"][0]["content"].split() for body in bodies]
@@ -19,7 +19,7 @@ def test_prompts_differ_at_their_start_and_have_the_size():
     assert bodies[0]["max_tokens"] == 7 and bodies[0]["ignore_eos"]
 
 
-def test_failed_requests_count_only_as_failed():
+def test_failed_requests_are_counted_only_as_failures():
     samples = [
         Sample(first_s=0.1, total_s=1.1, prompt_tokens=10, output_tokens=11),
         Sample(first_s=0.3, total_s=0.3, prompt_tokens=10, output_tokens=1),

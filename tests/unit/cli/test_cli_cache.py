@@ -49,7 +49,7 @@ def test_blocks_are_counted_and_prefixes_listed(config) -> None:
     assert "tokens" in told("ls", "--config", config)
 
 
-def test_blocks_travel_in_a_file_and_damaged_ones_stay_behind(config, tmp_path) -> None:
+def test_exported_blocks_are_imported_and_damaged_ones_are_skipped(config, tmp_path) -> None:
     file, other = tmp_path / "blocks.tar", written(tmp_path, "other")
     told("export", file, "--config", config)
     assert file.stat().st_mode & 0o077 == 0, "it has the tokens of prompts"
@@ -64,7 +64,7 @@ def test_blocks_travel_in_a_file_and_damaged_ones_stay_behind(config, tmp_path) 
     assert not (tmp_path.parent / "evil").exists()
 
 
-def test_files_that_are_missing_or_no_archives_are_named(config, tmp_path) -> None:
+def test_missing_files_and_files_that_are_not_archives_are_named(config, tmp_path) -> None:
     junk, missing = tmp_path / "junk", tmp_path / "missing" / "blocks.tar"
     junk.write_bytes(b"junk")
     for command, file in (("import", junk), ("import", missing), ("export", missing)):
@@ -72,12 +72,12 @@ def test_files_that_are_missing_or_no_archives_are_named(config, tmp_path) -> No
             told(command, file, "--config", config)
 
 
-def test_clearing_leaves_nothing(config) -> None:
+def test_cache_clear_removes_all_blocks(config) -> None:
     assert "blocks removed" in told("clear", "--config", config)
     assert json.loads(told("ls", "--config", config, "--json")) == []
 
 
-def test_the_most_used_prefixes_warm_a_server(config, monkeypatch) -> None:
+def test_cache_warm_loads_the_most_used_prefixes(config, monkeypatch) -> None:
     sent = []
     # Modules that are imported meanwhile would keep a `call_admin` that is replaced.
     record = lambda *given, **_: sent.append(given) or {}  # noqa: E731
@@ -90,12 +90,12 @@ def test_the_most_used_prefixes_warm_a_server(config, monkeypatch) -> None:
     assert body["most"] == 3 and prompt["root"] == root_key(identity_of(("toy",)), "").hex()
 
 
-def test_tiers_without_prefixes_warm_nobody(tmp_path) -> None:
+def test_cache_warm_without_recorded_prefixes_asks_for_a_file(tmp_path) -> None:
     with pytest.raises(ConfigError, match="name a FILE"):
         told("warm", "--config", written(tmp_path, "kv"))
 
 
-def test_settings_without_a_tier_are_named(tmp_path) -> None:
+def test_cache_commands_without_tiers_name_the_setting(tmp_path) -> None:
     path = tmp_path / "engine.toml"
     path.write_text("[cache]\n")
     with pytest.raises(ConfigError, match="cache.tiers"):

@@ -54,7 +54,7 @@ def _no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.llm.LLM", FakeLLM)
 
 
-def test_a_refused_message_is_taken_back_and_the_conversation_goes_on() -> None:
+def test_a_refused_message_is_removed_and_the_conversation_continues() -> None:
     result = CliRunner().invoke(app, ["chat", "some-model"], input="hello\ntoo long\nagain\n")
     assert result.exit_code == 0, result.output
     assert "<1 messages>" in result.stdout
@@ -62,20 +62,20 @@ def test_a_refused_message_is_taken_back_and_the_conversation_goes_on() -> None:
     assert "<3 messages>" in result.stdout
 
 
-def test_reset_keeps_the_system_message() -> None:
+def test_chat_reset_keeps_the_system_message() -> None:
     lines = "hello\n/reset\nhello\n/exit\nnever read\n"
     result = CliRunner().invoke(app, ["chat", "m", "--system", "Be brief."], input=lines)
     assert result.stdout.count("<2 messages>") == 2
     assert result.stdout.count("you>") == 4
 
 
-def test_an_answer_that_was_cut_short_is_part_of_the_conversation() -> None:
+def test_an_interrupted_answer_stays_in_the_conversation() -> None:
     result = CliRunner().invoke(app, ["chat", "m"], input="tell me everything\nand then?\n")
     assert result.exit_code == 0, result.output
     assert "cut short" in result.stdout and "<3 messages>" in result.stdout
 
 
-def test_a_prompt_comes_from_the_line_or_from_standard_input() -> None:
+def test_generate_reads_its_prompt_from_the_argument_or_stdin() -> None:
     result = CliRunner().invoke(app, ["generate", "Once"], input="unread")
     assert result.stdout == "'Once' at 0\n"
     result = CliRunner().invoke(app, ["generate", "-", "--temperature", "0.5"], input="two\nlines")
@@ -84,12 +84,12 @@ def test_a_prompt_comes_from_the_line_or_from_standard_input() -> None:
     assert result.stdout == "<1 messages>\n"
 
 
-def test_speed_is_that_of_the_tokens_after_the_first() -> None:
+def test_shown_speed_counts_the_tokens_after_the_first() -> None:
     result = CliRunner().invoke(app, ["chat", "m"], input="hello\n")
     assert "11 tokens, 5 tok/s" in result.stdout
 
 
-def test_an_output_can_be_constrained(tmp_path: Path) -> None:
+def test_grammar_and_schema_flags_constrain_the_output(tmp_path: Path) -> None:
     grammar = tmp_path / "g.gbnf"
     grammar.write_text('root ::= "a"')
     result = CliRunner().invoke(app, ["generate", "x", "--grammar-file", str(grammar)])
@@ -100,12 +100,12 @@ def test_an_output_can_be_constrained(tmp_path: Path) -> None:
     assert CliRunner().invoke(app, both).exit_code == 2
 
 
-def test_run_answers_a_message_and_takes_a_file_from_standard_input() -> None:
+def test_run_answers_a_message_and_reads_stdin() -> None:
     result = CliRunner().invoke(app, ["run", "m", "Count", "this:"], input="some text\n")
     assert (result.exit_code, result.stdout) == (0, "<1 messages>\n")
 
 
-def test_no_word_is_broken_and_no_text_is_lost() -> None:
+def test_the_markdown_printer_wraps_between_words_and_loses_no_text() -> None:
     """In pieces of any size, at any width."""
     text = (
         "Some words\n\n- an item that is long enough to wrap\n  more   spaces\n```\nx   y\n```\n."

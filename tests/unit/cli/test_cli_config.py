@@ -53,7 +53,7 @@ def test_config_show_lists_every_setting_with_its_origin(
     assert shown["server.api_key"]["value"] is None, "there is nothing to hide"
 
 
-def test_of_a_table_only_what_is_written_comes_from_the_file(tmp_path: Path) -> None:
+def test_config_show_marks_only_written_table_keys_as_from_the_file(tmp_path: Path) -> None:
     (tmp_path / "engine.toml").write_text("[backends.here]\nkind = 'custom'\n")
     shown = json.loads(CliRunner().invoke(app, ["config", "show", "--json"]).stdout)
     origins = {key: each["origin"] for key, each in shown.items() if "backends.here." in key}
@@ -71,7 +71,7 @@ def test_config_show_hides_secrets(arguments: list[str], monkeypatch: pytest.Mon
     assert SECRET not in result.output
 
 
-def test_error_is_one_line_and_exit_code_2() -> None:
+def test_a_config_error_is_one_line_with_exit_code_2() -> None:
     Path("x.toml").write_text("[server]\nprot = 1\n")
     result = CliRunner().invoke(app, ["config", "show", "--config", "x.toml"])
     assert result.exit_code == 2
@@ -81,7 +81,7 @@ def test_error_is_one_line_and_exit_code_2() -> None:
     ]
 
 
-def test_error_text_cannot_reach_the_terminal_raw() -> None:
+def test_control_characters_in_errors_are_escaped() -> None:
     Path("x.toml").write_text('[server]\n"a\\u001b[31m\\nb" = 1\n')
     result = CliRunner().invoke(app, ["config", "show", "--config", "x.toml"])
     assert result.exit_code == 2
@@ -89,12 +89,12 @@ def test_error_text_cannot_reach_the_terminal_raw() -> None:
     assert len(result.stderr.splitlines()) == 1
 
 
-def test_debug_shows_where_an_error_is_from() -> None:
+def test_debug_flag_raises_the_original_exception() -> None:
     result = CliRunner().invoke(app, ["--debug", "config", "show", "--config", "absent.toml"])
     assert isinstance(result.exception, ConfigError)
 
 
-def test_unknown_command_and_flag_name_the_nearest() -> None:
+def test_an_unknown_command_or_flag_suggests_the_nearest() -> None:
     command = CliRunner().invoke(app, ["confg"])
     assert command.exit_code == 2
     assert "config" in command.stderr
@@ -103,12 +103,12 @@ def test_unknown_command_and_flag_name_the_nearest() -> None:
     assert "--config" in flag.stderr
 
 
-def test_version() -> None:
+def test_version_flag_prints_the_version() -> None:
     for flag in ("--version", "-V"):
         assert CliRunner().invoke(app, [flag]).stdout.strip() == f"engine {__version__}"
 
 
-def test_names_that_people_type_lead_to_our_commands() -> None:
+def test_command_synonyms_run_our_commands() -> None:
     assert set(SYNONYMS.values()) <= set(COMMANDS) and not SYNONYMS.keys() & COMMANDS.keys()
     for name, command in SYNONYMS.items():
         shown = CliRunner().invoke(app, [name, "-h"])
@@ -151,7 +151,7 @@ def test_doctor_reports_every_topic_and_the_missing_model() -> None:
         ("neon_bf16", "", None),
     ],
 )
-def test_doctor_says_why_no_faster_kernels_are_used(
+def test_doctor_explains_why_faster_kernels_are_not_used(
     monkeypatch: pytest.MonkeyPatch, best: str, flags: str, detail: str | None
 ) -> None:
     speed = SPEED | {"instruction_sets": ["generic", best]}
@@ -162,7 +162,7 @@ def test_doctor_says_why_no_faster_kernels_are_used(
     assert (detail in said) if detail else said.endswith("generic")
 
 
-def test_doctor_names_the_extra_that_a_backend_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_names_the_missing_extra_of_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     absent = {name: (("absent-package",), name) for name in backend_names() if name != "native"}
     monkeypatch.setattr("engine.cli.doctor._BACKEND_NEEDS", absent)
     assert CliRunner().invoke(app, ["doctor"]).exit_code == 0  # the native backend can run
@@ -178,7 +178,7 @@ def test_doctor_names_the_extra_that_a_backend_lacks(monkeypatch: pytest.MonkeyP
     assert "engine[torch]" in backend["fix"]
 
 
-def test_doctor_tells_what_the_kernels_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_measured_kernel_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The default model is 98,362,432 bytes, read once for each token."""
     monkeypatch.setattr("engine.cli.doctor._cpu_flags", "avx2 avx512f avx512bw avx512dq".split)
     kernels = {each["name"]: each["detail"] for each in findings() if each["topic"] == "kernels"}
@@ -193,7 +193,7 @@ def test_doctor_tells_what_the_kernels_reach(monkeypatch: pytest.MonkeyPatch) ->
     }
 
 
-def test_doctor_says_how_memory_is_placed_on_several_nodes(
+def test_doctor_reports_numa_placement(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("engine.cli.doctor._measured_speed", lambda: SPEED | {"nodes": 2})
@@ -201,7 +201,7 @@ def test_doctor_says_how_memory_is_placed_on_several_nodes(
     assert "on 2 NUMA nodes: threads are bound to their node" in str(threads)
 
 
-def test_doctor_says_what_to_do_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_without_native_kernels_exits_1_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.cli.doctor._has_native_kernels", lambda: False)
     monkeypatch.setattr("engine.core.registry.backend_registry.backend_names", lambda: ("native",))
     result = CliRunner().invoke(app, ["doctor", "--json"])

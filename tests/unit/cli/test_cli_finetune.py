@@ -69,7 +69,9 @@ def run(*arguments: str) -> Any:
     return CliRunner().invoke(app, list(arguments))
 
 
-def test_a_job_prints_the_name_of_its_model(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finetune_prints_the_name_of_the_trained_model(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(process, "TrainerProcess", InstantTrainer)
     monkeypatch.setattr(finetune, "POLL_S", 0)
     done = run("finetune", "train.jsonl", "--base", "base.gguf", "--suffix", "own", "--rank", "8")
@@ -101,14 +103,14 @@ def test_a_job_prints_the_name_of_its_model(home: Path, monkeypatch: pytest.Monk
         (("train.jsonl", "-m", "base.gguf", "--suffix", "a:b"), "a suffix has 1 to 64 letters"),
     ],
 )
-def test_mistakes_are_told_in_a_sentence(home: Path, arguments: Any, said: str) -> None:
+def test_finetune_argument_errors_are_one_line(home: Path, arguments: Any, said: str) -> None:
     done = run("finetune", *arguments)
     assert done.exit_code == 2 and done.stderr.startswith("error: "), done.output
     assert said in done.stderr and done.stderr.count("\n") == 1
     assert not (home / "data").exists()
 
 
-def test_the_curve_has_the_first_and_the_last_losses() -> None:
+def test_the_loss_curve_shows_first_and_last_losses() -> None:
     lines = loss_curve([4.0] * 30 + [1.0] * 30, rows=4, columns=6)
     assert len(lines) == 4 and lines[0].split()[0] == "4.000"
     assert [len(line) for line in lines] == [15] * 4
@@ -123,7 +125,7 @@ QUESTIONS = [
 ]
 
 
-def test_an_evaluation_of_a_server_is_a_table_or_json(home: Path) -> None:
+def test_eval_of_a_server_prints_a_table_or_json(home: Path) -> None:
     (home / "questions.jsonl").write_text("\n".join(map(json.dumps, QUESTIONS)))
     with live_server(FakeBackend()) as server:
         model = server.backend.models()[0].id

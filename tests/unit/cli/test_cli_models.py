@@ -72,7 +72,7 @@ def source(metadata: dict[str, Any]) -> ModelSource:
     return ModelSource(Path("m.gguf"), CONFIG, checkpoint, {}, metadata)
 
 
-def test_list_shows_what_is_here_before_what_could_be(store: ModelStore) -> None:
+def test_list_shows_pulled_models_before_the_catalogue(store: ModelStore) -> None:
     path = publish(store, "my-model", b"GGUFx")
     rows = json.loads(run("list", "--json").stdout)
     assert [row["name"] for row in rows] == ["my-model", *CATALOGUE]
@@ -85,7 +85,7 @@ def test_list_shows_what_is_here_before_what_could_be(store: ModelStore) -> None
     assert shown.exit_code == 0 and "my-model" in shown.stdout and "(default)" in shown.stdout
 
 
-def test_each_model_is_one_line_of_at_most_80_columns(
+def test_list_prints_each_model_on_one_line_of_at_most_80_columns(
     store: ModelStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
@@ -94,7 +94,7 @@ def test_each_model_is_one_line_of_at_most_80_columns(
     assert [line.split()[0] for line in lines[1:]] == list(CATALOGUE)
 
 
-def test_pull_says_what_a_spec_may_be(store: ModelStore) -> None:
+def test_pull_of_a_malformed_spec_is_one_error_line(store: ModelStore) -> None:
     result = run("pull", "nonsense")
     assert result.exit_code == 2
     assert result.stderr.startswith("error: 'nonsense'") and result.stderr.count("\n") == 1
@@ -113,7 +113,7 @@ def test_a_pulled_model_is_not_fetched_again(store: ModelStore) -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"GGUF", b"\x80\x04pickle", b"GGUF" + b"\xff" * 100])
-def test_a_broken_file_is_one_line(store: ModelStore, body: bytes) -> None:
+def test_inspect_of_a_broken_file_is_one_error_line(store: ModelStore, body: bytes) -> None:
     Path("broken.gguf").write_bytes(body)
     result = run("inspect", "broken.gguf")
     assert result.exit_code == 1 and result.stdout == ""
@@ -134,12 +134,12 @@ def test_a_model_that_cannot_run_is_shown_with_the_reason(store: ModelStore) -> 
     assert run("inspect", "m.gguf", "--graph").exit_code == 1
 
 
-def test_inspect_of_an_unknown_name_says_how_to_get_it(store: ModelStore) -> None:
+def test_inspect_of_a_model_that_is_not_pulled_suggests_engine_pull(store: ModelStore) -> None:
     result = run("inspect", DEFAULT_MODEL)
     assert result.exit_code == 2 and f"engine pull {DEFAULT_MODEL}" in result.stderr
 
 
-def test_the_report_adds_up() -> None:
+def test_the_inspect_report_sums_parameters_and_memory() -> None:
     report = describe(source({}), context=10, batch=3)
     assert report["parameters"] == 3200 + 1024 + 2048
     assert report["types"] == {
@@ -163,7 +163,7 @@ def test_the_report_adds_up() -> None:
     }
 
 
-def test_hostile_metadata_is_shown_as_text_and_stays_json() -> None:
+def test_hostile_metadata_is_escaped_in_text_and_json() -> None:
     metadata = {
         "general.name": "\x1b[2Jcleared\r\n[bold]x[/bold]",
         "bad": np.float32("nan"),
@@ -180,7 +180,7 @@ def test_hostile_metadata_is_shown_as_text_and_stays_json() -> None:
     assert "1,000 items" in text and "64 x 32" in text
 
 
-def test_sizes_read_well() -> None:
+def test_human_bytes_formats_sizes() -> None:
     sizes = [0, 999, 1000, 98_362_432, 999_999_999_999, 10**16]
     shown = ["0 B", "999 B", "1.0 kB", "98.4 MB", "1000.0 GB", "10000.0 TB"]
     assert [human_bytes(size) for size in sizes] == shown

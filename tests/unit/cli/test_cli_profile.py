@@ -56,7 +56,7 @@ def figures(*arguments: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_way_to_the_first_token_adds_up(model: Path, backend: str) -> None:
+def test_profiled_phases_before_the_first_token_add_up(model: Path, backend: str) -> None:
     found = figures(model, "--backend", backend, "--prompt-tokens", 40, "--tokens", 5)
     assert (found["num_prompt_tokens"], found["num_new_tokens"]) == (40, 5)
     first = found["first_token"]
@@ -70,7 +70,7 @@ def test_the_way_to_the_first_token_adds_up(model: Path, backend: str) -> None:
     ("backend", "matmul", "attention"),
     [("torch", "aten::mm", "scaled_dot_product"), ("native", "linear mlp.gate_up", "attention")],
 )
-def test_kernels_are_those_of_one_run(
+def test_profiled_kernels_sum_to_the_time_of_one_run(
     model: Path, backend: str, matmul: str, attention: str
 ) -> None:
     found = figures(model, "--backend", backend, "--tokens", 4, "--prompt", "The quick fox")
@@ -84,7 +84,7 @@ def test_kernels_are_those_of_one_run(
     assert not any(name.startswith("engine: ") for name in kernels)
 
 
-def test_native_steps_are_counted_layer_by_layer(model: Path) -> None:
+def test_native_profile_groups_steps_by_layer(model: Path) -> None:
     found = figures(model, "--backend", "native", "--tokens", 4, "--prompt-tokens", 8)
     calls = {kernel["name"]: kernel["calls"] for kernel in found["kernels"]}
     assert calls["embed"] == calls["sample"] == 4
@@ -92,7 +92,7 @@ def test_native_steps_are_counted_layer_by_layer(model: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_trace_is_what_chrome_reads(model: Path, backend: str, tmp_path: Path) -> None:
+def test_the_profile_trace_is_chrome_trace_json(model: Path, backend: str, tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     result = run(model, "--backend", backend, "--tokens", 3, "--trace", trace)
     assert result.exit_code == 0, result.output
@@ -105,14 +105,14 @@ def test_a_trace_is_what_chrome_reads(model: Path, backend: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_random_weights_need_a_config_only(shape: Path, backend: str) -> None:
+def test_profiling_with_random_weights_needs_only_a_config(shape: Path, backend: str) -> None:
     given = ("--load-format", "dummy", "--backend", backend, "--requests", 3, "--tokens", 2)
     found = figures(shape, *given, "--prompt-tokens", 20)
     assert found["first_token"]["tokenize_s"] is None
     assert (found["num_prompt_tokens"], found["num_new_tokens"]) == (60, 6)
 
 
-def test_the_table_names_what_it_shows(model: Path) -> None:
+def test_the_profile_table_names_its_rows(model: Path) -> None:
     result = run(model, "--backend", "native", "--tokens", 2, "--top", 3)
     assert result.exit_code == 0, result.output
     for words in ("native on cpu", "tokens in, 2 out", "time to first token", "first sample"):
@@ -131,19 +131,19 @@ def test_the_table_names_what_it_shows(model: Path) -> None:
         (("--trace", "/nowhere/trace.json"), "there is no folder /nowhere"),
     ],
 )
-def test_what_cannot_be_profiled_is_refused(model: Path, arguments: tuple, reason: str) -> None:
+def test_invalid_profile_arguments_are_refused(model: Path, arguments: tuple, reason: str) -> None:
     result = run(model, *arguments)
     assert result.exit_code == 2, result.output
     assert reason in result.output
 
 
-def test_a_file_has_no_config_to_draw_weights_from(model: Path) -> None:
+def test_random_weights_are_refused_for_a_gguf_file(model: Path) -> None:
     result = run(model / "model.safetensors", "--load-format", "dummy")
     assert result.exit_code == 2
     assert "reads a folder's config.json" in result.output
 
 
-def test_times_of_calls_are_those_that_passed(shape: Path) -> None:
+def test_profiled_call_times_show_where_a_call_was_delayed(shape: Path) -> None:
     """A call that is held up shows where it was held up, and nowhere else."""
     options = EngineOptions(model_path=str(shape), framework="torch", device="cpu")
     engine = DrivenEngine(open_random(shape), options)

@@ -60,7 +60,7 @@ def seconds_until_ready(line: str) -> float:
     return float(told[1])
 
 
-def test_the_first_request_can_be_pasted() -> None:
+def test_serve_prints_a_curl_command_for_the_first_request() -> None:
     lines = serve().stderr.splitlines()
     assert lines[0] == "Loading m[1] ..."
     assert seconds_until_ready(lines[1]) >= 9.0
@@ -77,7 +77,7 @@ def test_the_first_request_can_be_pasted() -> None:
         (("embeddings",), "/v1/embeddings"),
     ],
 )
-def test_the_first_request_is_one_that_the_model_can_answer(
+def test_the_printed_curl_command_uses_an_endpoint_of_the_model(
     can: tuple[str, ...], path: str
 ) -> None:
     backend = SimpleNamespace(models=lambda: [SimpleNamespace(id="m", capabilities=can)])
@@ -87,14 +87,18 @@ def test_the_first_request_is_one_that_the_model_can_answer(
     assert server.first_call()[1]["model"] == "m"
 
 
-def test_the_first_request_has_a_key_where_one_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_printed_curl_command_has_a_placeholder_for_the_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("LLM_ENGINE_API_KEY", "s" * 20)
     assert "-H 'Authorization: Bearer KEY'" in serve().stderr
     assert "s" * 20 not in serve().stderr
 
 
 @pytest.mark.parametrize(("bound", "shown"), [("0.0.0.0", "127.0.0.1"), ("::", "[::1]")])
-def test_an_address_that_no_client_can_open_is_not_shown(bound: str, shown: str) -> None:
+def test_the_printed_address_is_localhost_when_listening_on_all_interfaces(
+    bound: str, shown: str
+) -> None:
     from engine.core.listening import address_of, is_on_all_interfaces
 
     family = socket.AF_INET6 if ":" in bound else socket.AF_INET
@@ -111,7 +115,7 @@ def test_a_json_log_is_nothing_but_json_lines() -> None:
     assert seconds_until_ready(messages[1]) >= 9.0
 
 
-def test_options_of_a_backend_are_values_as_toml_has_them_or_text() -> None:
+def test_option_values_are_parsed_as_toml_or_text() -> None:
     given = [
         "python=/opt/bin/python",
         "max_model_len=2048",
@@ -136,7 +140,7 @@ def test_options_of_a_backend_are_values_as_toml_has_them_or_text() -> None:
         (["--config", "two.toml"], "model.model_path (MODEL): two.toml has [backends.*]"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_starts(
+def test_contradictory_serve_arguments_are_refused_before_the_start(
     tmp_path: Path, arguments: list[str], words: str
 ) -> None:
     (tmp_path / "two.toml").write_text("[backends.a]\nkind = 'native'\n")
@@ -144,7 +148,7 @@ def test_what_cannot_be_is_refused_before_anything_starts(
     assert result.exit_code == 2 and words in result.stderr
 
 
-def test_settings_of_our_engine_are_not_ignored_in_silence() -> None:
+def test_engine_settings_that_a_backend_ignores_are_refused() -> None:
     told = serve("--backend", "other", "--threads", "2", "--strict").stderr
     assert "performance.threads (--threads) is for engines of our own" in told
     assert "server.strict" not in told
@@ -165,7 +169,7 @@ def test_settings_of_our_engine_are_not_ignored_in_silence() -> None:
         (("-t", "2"), "performance.threads", 2),
     ],
 )
-def test_flags_of_other_engines_set_our_settings(
+def test_flags_named_as_in_vllm_and_llama_cpp_set_our_settings(
     monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], setting: str, value: Any
 ) -> None:
     section, _, key = setting.partition(".")
@@ -191,7 +195,7 @@ def test_flags_of_other_engines_set_our_settings(
         (("m", "-hf", "o/r:Q8_0"), "name one model, not m and o/r:Q8_0"),
     ],
 )
-def test_flags_that_do_not_exist_here_are_answered_with_advice(
+def test_unsupported_flags_of_other_engines_are_answered_with_advice(
     arguments: tuple[str, ...], told: str
 ) -> None:
     result = CliRunner().invoke(app, ["serve", *arguments])
@@ -199,14 +203,16 @@ def test_flags_that_do_not_exist_here_are_answered_with_advice(
     assert len(result.stderr.splitlines()) == 1
 
 
-def test_a_key_on_the_command_line_is_used_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_api_key_on_the_command_line_is_used_and_not_printed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("LLM_ENGINE_API_KEY", "t" * 20)  # restored after the test
     shown = serve("--api-key", "s" * 20).stderr
     assert "-H 'Authorization: Bearer KEY'" in shown and "s" * 20 not in shown
     assert os.environ["LLM_ENGINE_API_KEY"] == "s" * 20 and "prefer --api-key-file" in shown
 
 
-def test_models_that_are_missing_are_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_models_are_pulled_by_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     pulled: list[str] = []
     monkeypatch.setattr(
         "engine.core.store.model_store.needs_pull", lambda model: model == "o/r:Q8_0"

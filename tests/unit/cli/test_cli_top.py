@@ -58,7 +58,7 @@ def shown(frame: Any) -> str:
     return captured.get()
 
 
-def test_routes_become_rows_with_rates_from_two_looks():
+def test_top_shows_backends_with_rates_between_two_samples():
     before = routed(10.0, backend("fast"), backend("slow"))
     now = routed(
         12.0,
@@ -82,7 +82,7 @@ def test_routes_become_rows_with_rates_from_two_looks():
     )
 
 
-def test_the_batch_is_drawn_in_bars_that_fit_a_terminal():
+def test_top_draws_the_batch_as_bars_that_fit_the_terminal():
     row = {"request_id": "chatcmpl-abc\x1b[2J123", "num_prompt": 60, "max_tokens": 40}
     running = [
         row | {"num_computed": 60, "num_cached": 30, "num_generated": 20, "seconds": 1.5},
@@ -103,7 +103,7 @@ def test_the_batch_is_drawn_in_bars_that_fit_a_terminal():
     assert max(map(len, text.splitlines())) <= 90
 
 
-def test_a_job_that_trains_is_shown():
+def test_top_shows_a_training_job():
     before = routed(10.0, backend("fast"))
     names = {"step": 12, "steps": 240, "loss": 0.5, "tokens_per_second": 90, "held": 0}
     values = {f"engine_finetuning_{name}": float(value) for name, value in names.items()}
@@ -115,7 +115,7 @@ def test_a_job_that_trains_is_shown():
     assert "fine-tuning" not in shown(frame_of("http://x", before, before))
 
 
-def test_a_plain_server_is_shown_by_its_metrics():
+def test_top_shows_a_server_without_a_router_by_its_metrics():
     with live_server(server={"api_key": "k" * 20}) as server:
         headers = {"authorization": "Bearer " + "k" * 20}
         for _ in range(3):
@@ -134,13 +134,13 @@ def test_a_plain_server_is_shown_by_its_metrics():
         assert refused.exit_code == 2 and "--api-key-file" in refused.output
 
 
-def test_nobody_and_others_are_told_apart():
+def test_top_distinguishes_an_unreachable_server_from_a_malformed_url():
     nobody = CliRunner().invoke(app, ["top", "http://127.0.0.1:1", "--once"])
     assert nobody.exit_code == 1 and "engine serve" in nobody.output
     assert CliRunner().invoke(app, ["top", "localhost"]).exit_code == 2
 
 
-def test_the_first_tokens_of_the_interval_count_or_else_all_of_them():
+def test_top_shows_ttft_of_the_interval_or_else_of_all_requests():
     page = "\n".join(
         f'vllm:time_to_first_token_seconds_bucket{{le="{edge}",model_name="{model}"}} {count}'
         for model in "ab"
@@ -155,13 +155,13 @@ def test_the_first_tokens_of_the_interval_count_or_else_all_of_them():
     assert frame_of("u", first, later).ttft_p50_s == pytest.approx(0.15)
 
 
-def test_quantiles_of_odd_histograms():
+def test_quantiles_of_empty_and_unbounded_histograms():
     assert quantile([], 0.5) is None
     assert quantile([(1.0, 0.0), (float("inf"), 0.0)], 0.5) is None
     assert quantile([(1.0, 0.0), (float("inf"), 4.0)], 0.5) == 1.0
 
 
-def test_rates_are_those_of_the_models_own_backend_and_never_negative():
+def test_top_rates_are_per_model_and_never_negative():
     def look(at: float, requests: int, ended: float) -> Look:
         models = [
             {"id": name, "policy": "prefix", "backends": [backend("fast", requests=count)]}
@@ -178,7 +178,7 @@ def test_rates_are_those_of_the_models_own_backend_and_never_negative():
     assert again.requests_per_s == 0.0  # a new server counts from zero
 
 
-def test_values_are_spread_evenly_within_their_bucket():
+def test_quantiles_are_interpolated_within_a_bucket():
     buckets = [(1.0, 10.0), (3.0, 30.0), (float("inf"), 40.0)]
     assert quantile(buckets, 0.5) == 2.0
     assert quantile(buckets, 0.25) == 1.0

@@ -91,7 +91,7 @@ def conversation(server: Server, env: dict[str, str]) -> Terminal:
     return Terminal(engine_command("chat", "--url", url), env=env)
 
 
-def test_a_conversation_with_all_its_commands(
+def test_chat_commands_work_in_a_terminal(
     server: Server, env: dict[str, str], tmp_path: Path
 ) -> None:
     saved = tmp_path / "saved.json"
@@ -134,7 +134,7 @@ def test_a_conversation_with_all_its_commands(
     assert json.loads(saved.read_text())["messages"][0]["content"] == "Be brief."
 
 
-def test_an_interrupt_keeps_the_draft_and_the_part_of_an_answer(
+def test_ctrl_c_keeps_the_input_draft_and_the_partial_answer(
     server: Server, env: dict[str, str]
 ) -> None:
     with conversation(server, env) as terminal:
@@ -162,7 +162,9 @@ def test_an_interrupt_keeps_the_draft_and_the_part_of_an_answer(
     assert answer.startswith("1 <half a") and "1 <half a thought>".startswith(answer)
 
 
-def test_markdown_is_styled_and_words_are_whole(server: Server, env: dict[str, str]) -> None:
+def test_markdown_answers_are_styled_and_wrapped_between_words(
+    server: Server, env: dict[str, str]
+) -> None:
     server.answer = (
         "# Title\nSome **bold words** and `code` that are so many that the line must be"
         " wrapped somewhere between them\n- an item\n```python\nx = '**'\n```\nend"
@@ -179,9 +181,7 @@ def test_markdown_is_styled_and_words_are_whole(server: Server, env: dict[str, s
     assert "\x1b[1mbold words" in terminal.raw.replace("\x1b[0m\x1b[1m", "\x1b[1m")
 
 
-def test_a_server_of_this_machine_answers_run_ps_and_stop(
-    server: Server, env: dict[str, str]
-) -> None:
+def test_run_ps_and_stop_use_a_running_local_server(server: Server, env: dict[str, str]) -> None:
     with Terminal(engine_command("ps"), env=env) as terminal:
         assert terminal.wait_for_end() == 0
         assert "first-model" in terminal.text and "300 MB" in terminal.text
@@ -195,7 +195,7 @@ def test_a_server_of_this_machine_answers_run_ps_and_stop(
         assert terminal.wait_for_end() == 0
 
 
-def test_any_server_can_be_measured(server: Server, env: dict[str, str]) -> None:
+def test_bench_measures_any_server(server: Server, env: dict[str, str]) -> None:
     url = f"http://127.0.0.1:{server.server_port}/v1"
     with Terminal(engine_command("bench", url, "--requests", "5", "--json"), env=env) as terminal:
         assert terminal.wait_for_end() == 0
@@ -206,7 +206,7 @@ def test_any_server_can_be_measured(server: Server, env: dict[str, str]) -> None
     assert report["time_to_first_token_ms"]["p50"] > 0
 
 
-def test_rm_shows_sizes_and_asks(env: dict[str, str], tmp_path: Path) -> None:
+def test_rm_shows_sizes_and_asks_for_confirmation(env: dict[str, str], tmp_path: Path) -> None:
     store = ModelStore(tmp_path / "engine" / "models")
     file = store.staging("small") / "small-q8.gguf"
     file.write_bytes(b"GGUF" + bytes(996))
@@ -251,7 +251,7 @@ SHELLS = {
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_a_shell_completes_commands_flags_and_models(
+def test_shell_completion_offers_commands_flags_and_models(
     shell: str, env: dict[str, str], tmp_path: Path
 ) -> None:
     program = shutil.which(shell)

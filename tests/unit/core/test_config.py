@@ -45,7 +45,7 @@ def complaint(
     return message
 
 
-def test_sources_in_order_of_precedence(tmp_path: Path) -> None:
+def test_setting_sources_have_an_order_of_precedence(tmp_path: Path) -> None:
     path = write(
         tmp_path / "my.toml", "[server]\nport = 1111\nhost = '10.0.0.1'\nbody_limit_mb = 3\n"
     )
@@ -63,13 +63,13 @@ def test_sources_in_order_of_precedence(tmp_path: Path) -> None:
     assert list(loaded.origins) == setting_keys()
 
 
-def test_no_source_gives_the_defaults() -> None:
+def test_without_any_source_settings_have_their_defaults() -> None:
     loaded = load_settings()
     assert loaded.settings == Settings()
     assert set(loaded.origins.values()) == {"default"}
 
 
-def test_config_file_is_found_by_flag_then_variable_then_folder(tmp_path: Path) -> None:
+def test_the_config_file_is_found_by_flag_then_variable_then_folder(tmp_path: Path) -> None:
     write(tmp_path / "engine.toml", "[server]\nport = 1\n")
     by_variable = write(tmp_path / "variable.toml", "[server]\nport = 2\n")
     by_flag = write(tmp_path / "flag.toml", "[server]\nport = 3\n")
@@ -79,14 +79,14 @@ def test_config_file_is_found_by_flag_then_variable_then_folder(tmp_path: Path) 
     assert load_settings(by_flag, {}, environ).settings.server.port == 3
 
 
-def test_every_key_has_a_variable_and_seed_names_point_at_keys() -> None:
+def test_every_setting_has_an_environment_variable_and_short_names_map_to_settings() -> None:
     names = variable_names()
     assert set(names.values()) == set(setting_keys())
     assert set(SHORT_VARIABLES.values()) <= set(setting_keys())
     assert names["LLM_ENGINE_CACHE__EVICTION_POLICY"] == "cache.eviction_policy"
 
 
-def test_text_of_variables_becomes_typed_values() -> None:
+def test_environment_variables_become_typed_values() -> None:
     environ = {
         "LLM_ENGINE_CACHE_ENABLED": "false",
         "LLM_ENGINE_CACHE_SIZE_MB": "512",
@@ -104,7 +104,7 @@ def test_text_of_variables_becomes_typed_values() -> None:
     assert settings.model.device == "auto"
 
 
-def test_file_of_the_documented_shape_is_accepted(tmp_path: Path) -> None:
+def test_the_documented_config_file_is_accepted(tmp_path: Path) -> None:
     path = write(
         tmp_path / "all.toml",
         """
@@ -153,7 +153,9 @@ def test_file_of_the_documented_shape_is_accepted(tmp_path: Path) -> None:
         ({"overrides": {"model.dtipe": "x"}}, ("model.dtipe", "model.dtype")),
     ],
 )
-def test_unknown_names_are_refused_with_the_nearest(given: dict, names: tuple[str, ...]) -> None:
+def test_unknown_settings_are_refused_with_the_nearest_name(
+    given: dict, names: tuple[str, ...]
+) -> None:
     message = complaint(**given)
     for name in names:
         assert name in message
@@ -185,16 +187,16 @@ def test_unknown_names_are_refused_with_the_nearest(given: dict, names: tuple[st
         ("metrics.endpoint", "/health"),
     ],
 )
-def test_values_out_of_bounds_are_refused_by_name(key: str, value: object) -> None:
+def test_setting_values_out_of_bounds_are_refused_by_name(key: str, value: object) -> None:
     assert key in complaint({key: value})
 
 
-def test_budget_smaller_than_batch_is_refused() -> None:
+def test_a_token_budget_smaller_than_the_batch_is_refused() -> None:
     message = complaint({"performance.batch_size": 100, "performance.max_batch_tokens": 50})
     assert "max_batch_tokens" in message
 
 
-def test_every_number_is_bounded() -> None:
+def test_every_numeric_setting_is_bounded() -> None:
     """A new numeric setting without limits turns this red."""
     for section, schema in Settings.model_json_schema()["$defs"].items():
         for name, field in schema["properties"].items():
@@ -204,7 +206,7 @@ def test_every_number_is_bounded() -> None:
                     assert {"maximum", "exclusiveMaximum"} & part.keys(), (section, name)
 
 
-def test_broken_files_are_one_line(tmp_path: Path) -> None:
+def test_malformed_config_files_are_reported_in_one_line(tmp_path: Path) -> None:
     assert "bad.toml" in complaint(toml="[server\n")
     assert "bad.toml" in complaint(toml="[server]\nport = 1\nport = 2\n")
     with pytest.raises(ConfigError, match="absent.toml"):
@@ -214,7 +216,7 @@ def test_broken_files_are_one_line(tmp_path: Path) -> None:
         load_settings(tmp_path / "binary.toml")
 
 
-def test_one_setting_by_two_variables_is_refused() -> None:
+def test_a_setting_given_by_two_environment_variables_is_refused() -> None:
     message = complaint(environ={"LLM_ENGINE_PORT": "1", "LLM_ENGINE_SERVER__PORT": "2"})
     assert "LLM_ENGINE_PORT" in message
     assert "LLM_ENGINE_SERVER__PORT" in message
@@ -228,18 +230,18 @@ def test_secrets_are_refused_on_the_command_line_and_in_toml(key: str) -> None:
     assert KEY not in complaint({key: KEY})
 
 
-def test_a_bad_secret_is_not_repeated() -> None:
+def test_an_invalid_secret_is_not_echoed() -> None:
     message = complaint(environ={"LLM_ENGINE_API_KEY": "pass word"})
     assert "LLM_ENGINE_API_KEY" in message
     assert "pass word" not in message
 
 
-def test_a_key_longer_than_the_server_reads_is_refused_at_once() -> None:
+def test_an_api_key_longer_than_512_characters_is_refused() -> None:
     assert "512" in complaint(environ={"LLM_ENGINE_API_KEY": "k" * 513})
     load_settings(environ={"LLM_ENGINE_API_KEY": "k" * 512})
 
 
-def test_secret_file_has_the_rank_of_the_source_that_names_it(tmp_path: Path) -> None:
+def test_a_secret_file_has_the_precedence_of_the_source_that_names_it(tmp_path: Path) -> None:
     write(tmp_path / "key", KEY + "\n")
     toml = write(tmp_path / "x.toml", f"[server]\napi_key_file = '{tmp_path / 'key'}'\n")
 
@@ -276,7 +278,7 @@ def test_settings_are_frozen() -> None:
 @pytest.mark.parametrize(
     "host", ["127.0.0.1", "127.3.2.1", "::1", "[::1]", "localhost", "LOCALHOST"]
 )
-def test_loopback(host: str) -> None:
+def test_loopback_hosts_need_no_api_key(host: str) -> None:
     assert is_loopback(host)
     check_exposure(load_settings(None, {"server.host": host}).settings)
 
@@ -285,7 +287,7 @@ def test_loopback(host: str) -> None:
     "host",
     ["0.0.0.0", "::", "192.168.1.2", "example.com", "localhost.example.com", "127.0.0.1.nip"],
 )
-def test_other_addresses_need_a_key(host: str) -> None:
+def test_other_hosts_need_a_long_api_key(host: str) -> None:
     assert not is_loopback(host)
     flags = {"server.host": host}
     with pytest.raises(ConfigError, match="LLM_ENGINE_API_KEY"):
@@ -306,7 +308,7 @@ def test_cors_for_every_site_needs_a_key() -> None:
     assert named.server.allowed_origins == ("https://a.example",)
 
 
-def test_files_are_looked_at_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_configured_files_are_checked_before_loading(tmp_path: Path) -> None:
     missing, file = str(tmp_path / "absent"), tmp_path / "file"
     file.write_text("x")
     for flags, word in (

@@ -46,7 +46,7 @@ def complaint(toml: str) -> str:
     return message
 
 
-def test_the_router_takes_its_own_keys_and_leaves_the_rest_to_the_kind() -> None:
+def test_router_keys_of_a_backend_table_are_separated_from_backend_options() -> None:
     backends = load(TWO).backends
     assert backends["fast"] == BackendTable(
         kind="native",
@@ -59,11 +59,11 @@ def test_the_router_takes_its_own_keys_and_leaves_the_rest_to_the_kind() -> None
     assert backends["other"].options == {"base_url": "http://127.0.0.1:1/v1"}
 
 
-def test_without_models_each_backend_is_one() -> None:
+def test_without_models_tables_each_backend_is_a_model() -> None:
     assert list(load(TWO).models) == ["fast", "other"]
 
 
-def test_a_model_has_backends_by_name_or_by_tag() -> None:
+def test_a_model_lists_its_backends_by_name_or_tag() -> None:
     tables = load(
         TWO
         + """
@@ -115,7 +115,7 @@ tags = ["cpu", "gpu"]
         ("[models.m]\nbackends = ['fast']", "no [backends.*]"),
     ],
 )
-def test_a_mistake_is_one_line_with_file_and_key(toml: str, words: str) -> None:
+def test_an_invalid_table_is_reported_with_file_and_key(toml: str, words: str) -> None:
     assert words in complaint(toml)
 
 
@@ -130,12 +130,12 @@ def test_a_mistake_is_one_line_with_file_and_key(toml: str, words: str) -> None:
         "base_url = 'https://me:abc@example.com/v1'",
     ],
 )
-def test_secrets_are_not_taken_from_a_file(option: str) -> None:
+def test_secrets_in_a_backend_table_are_refused(option: str) -> None:
     message = complaint(f"[backends.a]\nkind = 'openai'\n{option}\n")
     assert "must not hold" in message and "abc" not in message
 
 
-def test_names_of_secrets_are_taken() -> None:
+def test_names_of_secret_files_and_variables_are_accepted() -> None:
     named = "api_key_file = '/run/key'\napi_key_env = 'KEY'\nbase_url = 'http://h:1/v1'"
     assert len(load(f"[backends.a]\nkind = 'openai'\n{named}").backends["a"].options) == 3
 
@@ -145,7 +145,7 @@ def test_policies_are_listed_once() -> None:
 
 
 @pytest.mark.parametrize("table", [BackendTable, ModelTable, ShadowTable])
-def test_every_number_is_bounded(table: Any) -> None:
+def test_every_number_of_a_table_is_bounded(table: Any) -> None:
     for name, field in table.model_json_schema()["properties"].items():
         for part in field.get("anyOf", [field]):
             if part.get("type") in ("integer", "number"):
@@ -153,7 +153,7 @@ def test_every_number_is_bounded(table: Any) -> None:
                 assert {"maximum", "exclusiveMaximum"} & part.keys(), name
 
 
-def test_config_show_has_them() -> None:
+def test_config_show_lists_backend_tables() -> None:
     Path("engine.toml").write_text(TWO, encoding="utf-8")
     result = CliRunner().invoke(app, ["config", "show", "--json"])
     shown = json.loads(result.stdout)

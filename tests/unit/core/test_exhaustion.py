@@ -30,7 +30,7 @@ THREAD = RuntimeError("can't start new thread")
     ],
     ids=str,
 )
-def test_the_limit_is_named(monkeypatch, kind, limit, error, word):
+def test_the_exhausted_resource_limit_is_named(monkeypatch, kind, limit, error, word):
     none = (resource.RLIM_INFINITY,) * 2
     monkeypatch.setattr(
         exhaustion.resource, "getrlimit", lambda each: (limit, limit) if each == kind else none
@@ -43,24 +43,24 @@ def test_the_limit_is_named(monkeypatch, kind, limit, error, word):
 @pytest.mark.parametrize(
     "error", [OSError(errno.ENOENT, ""), RuntimeError("else"), ValueError("x")], ids=str
 )
-def test_other_errors_are_no_limits(error):
+def test_other_errors_are_not_reported_as_resource_limits(error):
     assert what_ran_out(error) is None and worker._fatal(error).code == "INTERNAL_ERROR"
 
 
-def test_the_limits_of_this_machine_are_enough():
+def test_resource_limits_of_this_machine_suffice():
     assert limit_too_small() is None
 
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("limit", starts.LIMITS)
-def test_a_start_under_a_small_limit_is_refused_in_one_line(limit: str):
+def test_a_start_under_a_small_memory_limit_is_refused_in_one_line(limit: str):
     start = starts.Start(starts.LIMITS[limit], arguments=(starts.DEFAULT_MODEL,), limit=limit)
     ending = starts._once(start)
     assert ending.problems(start, limit_s=60.0) == [] and ending.leftovers == []
 
 
 @pytest.mark.seconds
-def test_an_engine_that_does_not_fit_into_a_limit_says_so_without_a_traceback(default_model):
+def test_an_engine_that_exceeds_ulimit_v_reports_it_without_a_traceback(default_model):
     command = [sys.executable, "-m", "engine.cli.main", "serve", str(default_model)]
     command += ["--port", "0", "--memory-pool-size-mb", "4096"]
     done = subprocess.run(

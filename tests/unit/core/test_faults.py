@@ -39,7 +39,7 @@ def found(place: faults.Place) -> Callable:
     return vars(owner)[name]
 
 
-def test_every_place_is_there_and_is_no_other():
+def test_every_fault_point_names_an_existing_function_once():
     functions = {place: found(place) for places in faults.PLACES.values() for place in places}
     assert len(set(functions.values())) == len(functions), "one call would strike twice"
     for place, function in functions.items():
@@ -47,7 +47,7 @@ def test_every_place_is_there_and_is_no_other():
         assert not first or first in inspect.signature(function).parameters, place
 
 
-def test_only_those_who_compose_a_process_know_of_faults():
+def test_only_process_entry_points_arm_faults():
     used = {}
     for path in ENGINE.rglob("*.py"):
         words = re.findall(r"^from engine\.core.* faults$|\bfaults\.\w+", path.read_text(), re.M)
@@ -57,7 +57,7 @@ def test_only_those_who_compose_a_process_know_of_faults():
     assert used == {"cli/serve.py": armed, "worker/main.py": armed}
 
 
-def test_what_was_wrapped_is_itself_again_when_the_plan_ends():
+def test_wrapped_functions_are_restored_when_the_fault_plan_ends():
     places = [place for point in faults.POINTS for place in faults.PLACES[point]]
     before, finders = {place: found(place) for place in places}, list(sys.meta_path)
     with faults.planned(Fault("forward"), Fault("check_grammar")):
@@ -66,7 +66,7 @@ def test_what_was_wrapped_is_itself_again_when_the_plan_ends():
     assert {place: found(place) for place in places} == before and sys.meta_path == finders
 
 
-def test_arming_loads_nothing_and_strikes_in_what_is_imported_later():
+def test_arming_faults_imports_nothing_and_wraps_later_imports():
     code = """
 import sys
 from engine.core import faults
@@ -90,7 +90,7 @@ sys.exit(struck != 2)
     assert done.returncode == 0, done.stderr.decode()
 
 
-def test_a_plan_strikes_where_and_as_often_as_it_says():
+def test_a_fault_strikes_at_its_call_count_and_token():
     with faults.planned(Fault("forward", at=2, times=2, within=7)) as plan:
         struck = []
         for tokens in ([7], [1], [7], [7], [7], None):
@@ -102,7 +102,7 @@ def test_a_plan_strikes_where_and_as_often_as_it_says():
     assert struck == [False, False, True, True, False, False] and plan.num_strikes == 2
 
 
-def test_a_wrapper_that_somebody_kept_does_nothing_when_the_plan_is_over():
+def test_a_kept_reference_to_a_wrapped_function_does_nothing_after_the_plan():
     with faults.planned(Fault("parse", times=2)) as plan:
         push = OutputParser(None, frozenset()).push
         with pytest.raises(FaultError):
@@ -110,7 +110,7 @@ def test_a_wrapper_that_somebody_kept_does_nothing_when_the_plan_is_over():
     assert push("text") and plan.num_strikes == 1
 
 
-async def test_a_full_disk_costs_a_call_and_leaves_nothing_behind(tmp_path):
+async def test_a_disk_fault_fails_one_call_and_leaves_no_file(tmp_path):
     database, draft = Database(tmp_path / "rows", ""), Draft(tmp_path / "upload")
     points = ("database", "upload", "keep_file")
     with faults.planned(*(Fault(point, "disk") for point in points)) as plan:
@@ -125,7 +125,7 @@ async def test_a_full_disk_costs_a_call_and_leaves_nothing_behind(tmp_path):
     await database.close()
 
 
-def test_the_environment_arms_nothing_without_its_guard():
+def test_environment_faults_need_the_guard_variable():
     planned, finders = faults.environment(Fault("forward")), list(sys.meta_path)
     with pytest.raises(ConfigError, match="tests alone"):
         faults.arm({faults.PLAN_VARIABLE: planned[faults.PLAN_VARIABLE]})
@@ -136,7 +136,7 @@ def test_the_environment_arms_nothing_without_its_guard():
 
 
 @pytest.mark.seconds
-def test_a_server_with_a_plan_and_no_guard_does_not_start():
+def test_a_server_with_a_fault_plan_and_no_guard_does_not_start():
     done = subprocess.run(
         [sys.executable, "-m", "engine.cli.main", "serve", "no-model", "--port", "0"],
         env={**os.environ, faults.PLAN_VARIABLE: "[]"},
@@ -157,7 +157,7 @@ def eight(**options) -> ToyEngine:
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("at", [1, 5, 12])
 @pytest.mark.parametrize("point", ["allocate", "update", "nonfinite", "intake"])
-def test_a_stage_that_works_for_one_fails_that_one(point, at, depth):
+def test_a_failing_per_request_stage_fails_one_request(point, at, depth):
     at = min(at, 8) if point in ("intake", "allocate") else at
     engine = eight(depth=depth)
     with faults.planned(Fault(point, "mark" if point == "nonfinite" else "raise", at=at)) as plan:
@@ -173,7 +173,7 @@ def test_a_stage_that_works_for_one_fails_that_one(point, at, depth):
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("at", [1, 3, 7])
 @pytest.mark.parametrize("point", ["schedule", "forward", "sample", "wait", "publish"])
-def test_a_stage_that_works_for_all_fails_nobody(point, at, depth):
+def test_a_failing_batch_stage_fails_no_request(point, at, depth):
     engine = eight(depth=depth)
     with faults.planned(Fault(point, at=at)) as plan:
         engine.run()
@@ -182,7 +182,7 @@ def test_a_stage_that_works_for_all_fails_nobody(point, at, depth):
     engine.check()
 
 
-def test_blocks_of_a_failed_admission_are_given_back(monkeypatch):
+def test_blocks_of_a_failed_admission_are_released(monkeypatch):
     engine = ToyEngine(max_slots=4)
     engine.submit("first", (1, 2, 3, 4, 5), max_tokens=3)
     engine.run()
@@ -201,7 +201,7 @@ def test_blocks_of_a_failed_admission_are_given_back(monkeypatch):
     engine.check()
 
 
-def test_blocks_of_a_sequence_that_could_not_publish_can_be_evicted():
+def test_blocks_of_a_sequence_that_failed_to_publish_can_be_evicted():
     engine = ToyEngine(block_size=1)
     engine.submit("first", (1, 2, 3), max_tokens=4)
     while not engine.pool.num_cached:
@@ -213,7 +213,7 @@ def test_blocks_of_a_sequence_that_could_not_publish_can_be_evicted():
     assert engine.kv.radix.evict(3) == 3
 
 
-def test_blocks_that_can_never_be_had_fail_their_request_alone():
+def test_a_request_whose_blocks_are_never_allocated_fails_alone():
     engine = eight()
     with faults.planned(Fault("allocate", at=2, times=1000, within=7)):  # not when it is admitted
         engine.run()
@@ -222,13 +222,13 @@ def test_blocks_that_can_never_be_had_fail_their_request_alone():
     assert engine.outcomes["7", 0].error_code == "INFERENCE_ERROR"
 
 
-def test_planning_that_always_fails_ends_the_engine_and_not_its_patience():
+def test_a_scheduler_that_always_fails_ends_the_engine():
     engine = eight()
     with faults.planned(Fault("schedule", times=100)), pytest.raises(FaultError):
         engine.run()
 
 
-def test_a_grammar_that_fails_to_compile_once_fails_nobody():
+def test_a_grammar_that_fails_to_compile_once_fails_no_request():
     engine = ToyEngine(grammars=Grammars(vocabulary), max_slots=4)
     with faults.planned(Fault("compile")) as plan:
         for number in range(3):  # which wait for one compilation
@@ -239,7 +239,7 @@ def test_a_grammar_that_fails_to_compile_once_fails_nobody():
     assert {outcome.finish_reason for outcome in engine.outcomes.values()} == {"stop"}
 
 
-def test_a_grammar_that_fails_to_compile_fails_its_request_and_is_tried_again():
+def test_a_grammar_that_fails_to_compile_fails_its_request_and_is_retried_later():
     engine = ToyEngine(grammars=Grammars(vocabulary), max_slots=4)
     with faults.planned(Fault("compile", times=2)):
         engine.submit("bad", (1, 2), grammar=lark("a{3}b?"), eos=(END,), max_tokens=6)
@@ -254,7 +254,7 @@ def test_a_grammar_that_fails_to_compile_fails_its_request_and_is_tried_again():
     assert engine.outcomes["good", 0].finish_reason == "stop"
 
 
-def test_a_step_too_large_for_memory_is_halved_and_stays_small():
+def test_an_out_of_memory_step_is_halved_and_later_steps_stay_small():
     engine = ToyEngine(max_slots=8, num_blocks=64, budget=32)
     sizes, forward = [], engine.runner.forward
 
@@ -279,7 +279,7 @@ def test_a_step_too_large_for_memory_is_halved_and_stays_small():
 
 
 @pytest.mark.parametrize("at", [1, 3])  # in a task, and where a token arrives
-def test_a_stream_that_cannot_be_written_ends_with_an_error_event(at):
+def test_a_stream_write_failure_ends_with_an_error_event(at):
     with live_server() as server, faults.planned(Fault("format", at=at)):
         reply = httpx.post(server.url + "/v1/chat/completions", json=chat(stream=True))
     events = events_of(reply.text)
@@ -287,7 +287,7 @@ def test_a_stream_that_cannot_be_written_ends_with_an_error_event(at):
     assert "[DONE]" not in events and "planned" not in reply.text
 
 
-def test_a_jump_of_the_clock_changes_nothing(monkeypatch):
+def test_a_clock_jump_changes_nothing(monkeypatch):
     with live_server() as server:
         server.backend.token_s = 0.02
         days, wall = iter((1, -1) * 1000), time.time
@@ -299,7 +299,7 @@ def test_a_jump_of_the_clock_changes_nothing(monkeypatch):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the score is Linux's")
 @pytest.mark.seconds
-async def test_the_engine_is_offered_to_the_kernel_and_lives_within_a_limit(monkeypatch):
+async def test_the_engine_process_prefers_oom_kill_and_survives_a_memory_limit(monkeypatch):
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")
     link = make_link("hungry")
     await link.start()
@@ -313,7 +313,7 @@ async def test_the_engine_is_offered_to_the_kernel_and_lives_within_a_limit(monk
     await link.stop()
 
 
-def test_plans_cross_a_process_boundary_whole():
+def test_fault_plans_survive_serialization():
     planned = [Fault("forward", "sleep", 2, 3, "x", 1.5), Fault("load", "exit")]
     variables = faults.environment(*planned)
     assert json.loads(variables[faults.PLAN_VARIABLE])[0]["seconds"] == 1.5

@@ -52,7 +52,7 @@ def test_importing_the_package_loads_almost_nothing() -> None:
     assert not loaded_by("import engine; engine.__version__") & (HEAVY | {"msgspec", "pydantic"})
 
 
-def test_parameters_load_no_framework() -> None:
+def test_importing_sampling_params_loads_no_framework() -> None:
     assert not loaded_by("from engine import SamplingParams; SamplingParams()") & FRAMEWORKS
 
 
@@ -78,7 +78,7 @@ def test_an_engine_process_loads_nothing_of_its_frontend() -> None:
     assert not loaded_by(f"import {modules}") & frontend
 
 
-def test_an_engine_process_loads_no_random_numbers() -> None:
+def test_an_engine_process_does_not_import_numpy_random() -> None:
     """Only examples of ops need numpy's, whose import takes 10 ms."""
     build = "engine.native.execution.build"
     code = f"import json, sys, {build}; print(json.dumps('numpy.random' in sys.modules))"
@@ -136,7 +136,7 @@ print(json.dumps(list(sys.modules)))
     assert not [name for name in loaded if name.startswith(unwanted)]
 
 
-def test_package_offers_its_names_and_no_others() -> None:
+def test_the_package_exports_exactly_its_public_names() -> None:
     assert {"LLM", "AsyncLLM", "SamplingParams"} < set(dir(engine)) == set(engine.__all__)
     assert all(getattr(engine, name) for name in dir(engine))
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):

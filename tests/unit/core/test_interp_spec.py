@@ -77,13 +77,15 @@ def no_result(_: str) -> Result:
         ({"code": "import os"}, "interp.code"),
     ],
 )
-def test_a_bad_object_is_refused_by_the_path_of_its_fault(raw: object, path: str) -> None:
+def test_an_invalid_interp_object_is_refused_with_the_path_of_the_error(
+    raw: object, path: str
+) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         parse_interp(raw)
     assert (caught.value.param or "").startswith(path)
 
 
-def test_names_become_vectors_and_unit_directions(tmp_path: Path) -> None:
+def test_edits_resolve_stored_vectors_and_unit_directions(tmp_path: Path) -> None:
     store = VectorStore(tmp_path)
     vector = np.array([3.0, 4.0], np.float32)
     store.save("calm", tensors_of({SITE: vector}), {})
@@ -110,7 +112,7 @@ def test_names_become_vectors_and_unit_directions(tmp_path: Path) -> None:
         resolved(parse_interp(other), store, no_result, 100)
 
 
-def test_a_patch_takes_rows_of_an_earlier_result(tmp_path: Path) -> None:
+def test_a_patch_uses_rows_of_a_stored_result(tmp_path: Path) -> None:
     values = np.arange(6, dtype=np.float32).reshape(3, 2)
     earlier = Result(result(values, [1, 2, 3]))
     raw = {
@@ -176,7 +178,7 @@ def test_an_autoencoder_whose_shapes_disagree_is_refused(
         resolved(parse_interp(raw), store, no_result, 10_000)
 
 
-def test_features_are_of_their_own_positions_and_of_none(tmp_path: Path) -> None:
+def test_autoencoder_features_come_only_from_their_own_positions(tmp_path: Path) -> None:
     """Another capture of the site does not stand for theirs."""
     store = VectorStore(tmp_path)
     store.save("sae", tensors_of({"W_enc": np.eye(2, dtype=np.float32)}), {"site": SITE})
@@ -220,7 +222,7 @@ def test_control_vectors_survive_gguf(tmp_path: Path) -> None:
     }
 
 
-def test_results_end_with_their_time_and_belong_to_their_tenant() -> None:
+def test_stored_results_expire_and_belong_to_their_tenant() -> None:
     store = ResultStore(InterpSettings(max_stored_mb=1, result_ttl_s=1e-9))
     store.put("a", "me", b"x")
     with pytest.raises(NotFoundError):
@@ -242,7 +244,7 @@ def test_results_end_with_their_time_and_belong_to_their_tenant() -> None:
         store.get("a", "me")
 
 
-def test_results_of_all_tenants_are_bounded_and_nobodys_go_for_another() -> None:
+def test_stored_results_are_bounded_and_never_evicted_for_another_tenant() -> None:
     store = ResultStore(InterpSettings(max_stored_mb=1))
     for n in range(SHARES):
         store.put(f"{n}", f"tenant {n}", bytes(2**20))
@@ -266,12 +268,12 @@ def test_results_of_all_tenants_are_bounded_and_nobodys_go_for_another() -> None
         {"edit": [{"op": "patch", "from": {"positions": [0] * 40_000}}] * 2, "lens": {}},
     ],
 )
-def test_lists_are_bounded_together(raw: dict) -> None:
+def test_all_lists_of_an_interp_object_are_bounded_together(raw: dict) -> None:
     with pytest.raises(InvalidRequestError, match="together"):
         parse_interp(raw)
 
 
-def test_vectors_are_counted_before_they_are_read(
+def test_stored_vectors_are_size_checked_before_they_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = VectorStore(tmp_path)
@@ -283,7 +285,7 @@ def test_vectors_are_counted_before_they_are_read(
         resolved(parse_interp(raw), store, no_result, 7999)
 
 
-async def test_no_file_of_vectors_is_read_on_the_event_loop(
+async def test_vector_files_are_not_read_on_the_event_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever route or request names a vector."""
@@ -336,7 +338,7 @@ GRADIENT = {"attribution": Attribution(1, -1, "input_x_gradient")}
     ("interp", "changes_head"),
     [({"lens": Lens((0,), 1)}, True), ({"attribution": Attribution(1)}, True), (GRADIENT, False)],
 )
-def test_what_needs_the_base_models_head_is_refused_for_an_adapter(
+def test_lens_and_attribution_are_refused_for_adapters_that_change_the_head(
     interp: dict, changes_head: bool
 ) -> None:
     request = GenerateRequest(

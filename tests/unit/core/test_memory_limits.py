@@ -130,14 +130,16 @@ def v1(folder: str, limit: int, usage: int, above: int = UNLIMITED_V1, **stat: i
         ),
     ],
 )
-def test_the_tightest_limit_of_all_ancestors_counts(tmp_path, cgroup, mounts, files, total, free):
+def test_the_tightest_memory_limit_of_all_cgroup_ancestors_counts(
+    tmp_path, cgroup, mounts, files, total, free
+):
     room = memory_room(machine(tmp_path, cgroup, mounts, files))
     assert (room.total, room.free) == (total, free)
     assert room.is_limited is (total < 24 * GIB)
     assert bool(room.bound) is room.is_limited
 
 
-def test_a_machine_that_others_fill_counts_before_a_large_limit(tmp_path):
+def test_free_memory_of_the_machine_counts_before_a_larger_cgroup_limit(tmp_path):
     files = v2("a/", str(8 * GIB), GIB)
     root = machine(tmp_path, "0::/a\n", V2_MOUNT.format(shown="/"), files, free=2 * GIB)
     room = memory_room(root)
@@ -148,7 +150,7 @@ def test_a_machine_that_others_fill_counts_before_a_large_limit(tmp_path):
 @pytest.mark.parametrize(
     ("limit", "margin"), [(200 * MIB, MIN_MARGIN), (10 * GIB, GIB // 2), (999 * GIB, MAX_MARGIN)]
 )
-def test_a_plan_leaves_a_margin_of_a_limit_and_none_of_a_machine(limit, margin):
+def test_a_memory_plan_leaves_a_margin_below_a_cgroup_limit(limit, margin):
     assert MemoryRoom(limit, limit, is_limited=True).plannable == limit - margin
     assert MemoryRoom(limit, limit).plannable == limit
     assert MemoryRoom(limit, 1, is_limited=True).plannable == 0
@@ -161,7 +163,7 @@ def test_a_plan_leaves_a_margin_of_a_limit_and_none_of_a_machine(limit, margin):
         (resource.RLIMIT_DATA, "ulimit -d", 2 * MIB),
     ],
 )
-def test_the_limits_of_the_process_itself_count(tmp_path, monkeypatch, kind, name, used):
+def test_rlimits_of_the_process_count(tmp_path, monkeypatch, kind, name, used):
     infinity = resource.RLIM_INFINITY
     monkeypatch.setattr(
         resource, "getrlimit", lambda each: (GIB if each == kind else infinity, infinity)
@@ -248,7 +250,7 @@ def test_after_the_first_oom_kill_a_whole_context_still_fits():
     assert after(1, 16 * MIB).pool_bytes == 12 * MIB
 
 
-def test_no_module_but_one_asks_the_machine_for_its_memory():
+def test_only_one_module_reads_the_machines_memory():
     """A plan that asks the machine does not know the limits of its cgroup."""
     package = Path(planning.__file__).parents[1]
     asking = [
@@ -271,7 +273,7 @@ def test_no_module_but_one_asks_the_machine_for_its_memory():
         ("0::/a/b\n", {"a/b/memory.max": "max\n"}, True, None),
     ],
 )
-def test_only_the_own_cgroup_is_asked_to_kill_one_process_at_a_time(
+def test_only_our_own_cgroup_is_set_to_kill_single_processes(
     tmp_path, cgroup, files, is_single, written
 ):
     root = machine(tmp_path, cgroup, V2_MOUNT.format(shown="/"), files)
@@ -280,7 +282,7 @@ def test_only_the_own_cgroup_is_asked_to_kill_one_process_at_a_time(
     assert (own.read_text() if own.exists() else None) == written
 
 
-def test_a_container_whose_files_are_read_only_is_killed_as_a_whole(tmp_path, monkeypatch):
+def test_a_container_with_a_read_only_cgroup_is_killed_as_a_whole(tmp_path, monkeypatch):
     def refuse(*arguments: object, **options: object) -> None:
         raise OSError(30, "Read-only file system")
 
@@ -291,7 +293,7 @@ def test_a_container_whose_files_are_read_only_is_killed_as_a_whole(tmp_path, mo
 
 
 @pytest.mark.parametrize(("score", "raised"), [("0\n", "500"), ("985\n", "1000")])
-def test_a_child_is_killed_before_a_parent_whatever_the_parents_score(monkeypatch, score, raised):
+def test_a_child_raises_its_oom_score_above_its_parents(monkeypatch, score, raised):
     written = []
     monkeypatch.setattr(Path, "read_text", lambda path: score)
     monkeypatch.setattr(Path, "write_text", lambda path, text: written.append((str(path), text)))

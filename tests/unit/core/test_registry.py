@@ -41,7 +41,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "parrot_plugin", raising=False)
 
 
-def test_nothing_is_imported_until_asked_for() -> None:
+def test_registries_import_nothing_until_a_name_is_loaded() -> None:
     """In a fresh interpreter, since other tests have imported everything here."""
     program = (
         "import sys\n"
@@ -88,7 +88,7 @@ def test_a_package_cannot_take_a_builtin_name() -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_errors_say_what_there_is() -> None:
+def test_unknown_names_are_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"unknown backend 'troch' \(known: .*torch.*parrot"):
         backend_class("troch")
     with pytest.raises(ModelFormatError, match="'mamba' is not supported.*--backend vllm"):
@@ -101,7 +101,9 @@ def test_errors_say_what_there_is() -> None:
         backend_class("hollow")
 
 
-def test_two_packages_with_the_same_name(installed: None, tmp_path: Path) -> None:
+def test_two_packages_with_the_same_registered_name_are_refused(
+    installed: None, tmp_path: Path
+) -> None:
     info = tmp_path / "second-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: second\nVersion: 1.0\n")
@@ -110,7 +112,7 @@ def test_two_packages_with_the_same_name(installed: None, tmp_path: Path) -> Non
         backend_class("parrot")
 
 
-def test_a_target_is_a_module_or_something_in_one() -> None:
+def test_a_registry_target_is_a_module_or_an_attribute_of_one() -> None:
     registry = Registry("thing", {"path": "pathlib:Path", "json": "json"}, "engine.none")
     assert registry.load("path") is Path
     assert registry.load("json").__name__ == "json"

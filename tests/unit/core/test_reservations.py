@@ -32,7 +32,7 @@ def other_engine(path: Path, planned: int) -> subprocess.Popen[bytes]:
     return process
 
 
-def test_what_others_have_planned_and_not_taken_is_not_free(tmp_path: Path) -> None:
+def test_memory_planned_by_other_engines_is_not_counted_as_free(tmp_path: Path) -> None:
     path = tmp_path / "plans"
     planned = 4096 * MIB
     with other_engine(path, planned) as other:
@@ -51,14 +51,14 @@ def test_what_others_have_planned_and_not_taken_is_not_free(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "content", [b"\xff" * 100, b"1 2", b"1 2 3 4\n", b"-1 0 5\n", b"9" * 40 + b" 1 1\n", b"1 1 1\n"]
 )
-def test_a_file_with_anything_is_read(tmp_path: Path, content: bytes) -> None:
+def test_a_corrupt_reservation_file_is_ignored(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "plans"
     path.write_bytes(content)
     with reservation(path) as reserved:
         assert not reserved.others
 
 
-def test_a_link_in_its_place_is_not_followed(tmp_path: Path) -> None:
+def test_a_symlinked_reservation_file_is_not_followed(tmp_path: Path) -> None:
     target, path = tmp_path / "precious", tmp_path / "plans"
     target.write_text("content")
     path.symlink_to(target)
@@ -68,7 +68,7 @@ def test_a_link_in_its_place_is_not_followed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_limited", [False, True])
-def test_plans_are_written_inside_a_limit_alone(
+def test_reservations_are_written_only_inside_a_memory_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_limited: bool
 ) -> None:
     monkeypatch.setattr(reservations.tempfile, "gettempdir", lambda: str(tmp_path))
@@ -82,7 +82,9 @@ def test_plans_are_written_inside_a_limit_alone(
     assert not is_limited or written.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_lack_of_memory_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reduced_kv_cache_after_an_oom_kill_is_restored_after_an_hour(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The next engine gets its whole KV cache again when no other was killed for an hour."""
     backend, counts = ToyBackend(), iter([*range(1, 4), 3, 3])
     monkeypatch.setattr(base_custom, "num_oom_kills", lambda: next(counts))

@@ -31,7 +31,7 @@ BUILD = "0.1.0+1234abcd"
 
 @pytest.mark.parametrize("unit", [1, 3, 32])
 @pytest.mark.parametrize("parts", [1, 2, 3, 7])
-def test_shares_are_even_and_leave_nothing_out(parts: int, unit: int) -> None:
+def test_shards_are_even_and_cover_everything(parts: int, unit: int) -> None:
     for count in (7, 96, 100):
         shares = [share(count, parts, index, unit) for index in range(parts)]
         assert [item for each in shares for item in each] == list(range(count))
@@ -40,19 +40,19 @@ def test_shares_are_even_and_leave_nothing_out(parts: int, unit: int) -> None:
         assert all(each.start % unit == 0 for each in shares if len(each))
 
 
-def test_ranks_are_numbered_stage_by_stage() -> None:
+def test_ranks_are_numbered_by_pipeline_stage() -> None:
     layout = ShardLayout(tensor=2, pipeline=3)
     places = [(layout.stage(rank), layout.part(rank)) for rank in range(layout.num_ranks)]
     assert places == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
     assert layout.sampling_rank == 4 and list(layout.ranks_of(1)) == [2, 3]
 
 
-def test_few_kv_heads_are_copied() -> None:
+def test_kv_heads_are_replicated_if_there_are_fewer_than_ranks() -> None:
     assert [list(kv_heads_of(2, 4, part)) for part in range(4)] == [[0], [0], [1], [1]]
     assert [list(kv_heads_of(4, 2, part)) for part in range(2)] == [[0, 1], [2, 3]]
 
 
-def test_frames_carry_arrays_as_they_are() -> None:
+def test_frames_carry_arrays_unchanged() -> None:
     arrays = [
         np.arange(7, dtype=np.int32),
         None,
@@ -69,7 +69,7 @@ def test_frames_carry_arrays_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("junk", [b"", b"\x01", b"\xff" * 64, encode_frame([1], [np.ones(9)])[:-8]])
-def test_what_is_no_frame_is_refused(junk: bytes) -> None:
+def test_bytes_that_are_not_a_frame_are_refused(junk: bytes) -> None:
     with pytest.raises(FrameError, match="cannot be read"):
         decode_frame(junk)
 
@@ -94,7 +94,7 @@ class Rings:
             self.readers = [RingReader(file.fileno(), i, bell) for i, (bell, _) in enumerate(pipes)]
 
 
-def test_a_ring_loses_nothing_when_it_is_full_or_a_frame_is_larger() -> None:
+def test_the_ring_loses_nothing_when_full_or_with_oversized_frames() -> None:
     rings = Rings()
     rng = np.random.default_rng(1)
     frames = [rng.bytes(int(size)) for size in rng.integers(1, 9000, 60)]
@@ -113,7 +113,7 @@ def test_a_ring_loses_nothing_when_it_is_full_or_a_frame_is_larger() -> None:
     assert found == [frames, frames]
 
 
-def test_a_full_ring_says_so_once_and_asks_whether_readers_are_there(caplog) -> None:
+def test_a_full_ring_warns_once_and_checks_that_readers_are_alive(caplog) -> None:
     class GoneError(Exception):
         pass
 
@@ -134,7 +134,7 @@ def test_a_full_ring_says_so_once_and_asks_whether_readers_are_there(caplog) -> 
     assert len(rings.readers[0].receive()) == 1000, "what was sent is still there"
 
 
-def test_both_ends_notice_that_the_other_is_gone() -> None:
+def test_both_ends_of_the_ring_notice_that_the_other_closed() -> None:
     rings = Rings()
     rings.readers[1].close()
     with pytest.raises(RingClosedError):
@@ -164,7 +164,7 @@ def stored(dtype: str, shape: tuple[int, ...], reads: list[int] | None = None) -
         Transform(before=8, head_dim=16, paired=8, unpaired=4),
     ],
 )
-def test_a_cut_is_a_part_of_the_whole(dtype: str, transform: Transform) -> None:
+def test_a_shard_of_a_weight_equals_a_slice_of_the_whole(dtype: str, transform: Transform) -> None:
     shape = (64, 512)
     weight = Weight(
         TensorSpec("w", shape, "w", "w"),
@@ -188,7 +188,7 @@ def test_a_cut_is_a_part_of_the_whole(dtype: str, transform: Transform) -> None:
             assert part.tensor.raw().size == traits_of(dtype).num_bytes(expected.size)
 
 
-def test_transposed_matrices_and_vectors_are_cut_too() -> None:
+def test_transposed_matrices_and_vectors_are_sharded() -> None:
     weight = Weight(
         TensorSpec("w", (6, 8), "w", None),
         (stored("F32", (8, 18)),),
@@ -201,7 +201,7 @@ def test_transposed_matrices_and_vectors_are_cut_too() -> None:
     assert not zeros(bias).numpy().any() and zeros(bias).numpy().shape == (6,)
 
 
-def test_each_expert_is_cut() -> None:
+def test_experts_are_sharded_individually() -> None:
     spec = TensorSpec("w", (3, 4, 64), "w", None, of_experts=True)
     weight = Weight(spec, (stored("Q8_0", (3, 4, 64)),))
     part = cut(weight, range(1, 3), range(32, 64))
@@ -210,7 +210,7 @@ def test_each_expert_is_cut() -> None:
     assert zeros(weight).numpy().shape == (3, 4, 64)
 
 
-def test_only_the_rows_of_a_cut_are_gathered() -> None:
+def test_only_the_rows_of_a_shard_are_read() -> None:
     asked = []
 
     def rows(begin: int, end: int) -> np.ndarray:
@@ -249,7 +249,7 @@ def meeting(lead: bytes, other: bytes) -> tuple[str, str]:
     return said[0], said[1]
 
 
-def test_ranks_prove_that_they_have_the_token() -> None:
+def test_ranks_authenticate_with_the_token() -> None:
     assert meeting(b"a" * 16, b"a" * 16) == ("", "")
     engine, rank = meeting(b"a" * 16, b"b" * 16)
     assert engine.endswith("was refused: its token is wrong")
@@ -271,14 +271,14 @@ def test_a_rank_of_another_build_is_refused() -> None:
 
 
 @pytest.mark.parametrize("junk", [b"GET / HTTP/1.1\r\nHost: engine\r\n\r\n", bytes(64)])
-def test_what_is_no_rank_is_refused_before_it_can_send_much(junk: bytes) -> None:
+def test_a_peer_that_is_not_a_rank_is_refused_early(junk: bytes) -> None:
     ours, theirs = tcp_pair()
     theirs.sendall(junk)
     with pytest.raises(FrameError):
         TcpLink(ours).greet(b"a" * 16, BUILD)
 
 
-def test_tokens_and_addresses_are_checked(tmp_path: Path) -> None:
+def test_rank_tokens_and_addresses_are_validated(tmp_path: Path) -> None:
     (tmp_path / "short").write_text("abc\n")
     with pytest.raises(ConfigError, match="shorter than 16"):
         read_token(tmp_path / "short")

@@ -47,44 +47,44 @@ def watched(monkeypatch) -> Watched:
     return Watched(monkeypatch)
 
 
-def test_all_seconds_of_a_stopped_process_count(watched):
+def test_a_stopped_process_is_silent_all_the_time(watched):
     assert watched.wait(7, is_stopped=True) == 7
     assert "stopped" in watched.silence.cause
 
 
-def test_all_seconds_of_a_process_that_sleeps_count_unless_it_loads(watched):
+def test_a_sleeping_process_is_silent_unless_it_loads(watched):
     assert watched.wait(7) == 7 and "sleeps" in watched.silence.cause
     watched.tick()
     assert watched.wait(60, loading=True) == 0
     assert watched.wait(7, loading=True) == 7
 
 
-def test_a_stopped_process_is_frozen_even_if_it_loads(watched):
+def test_a_stopped_process_is_silent_even_if_it_loads(watched):
     assert watched.wait(7, loading=True, is_stopped=True) == 7
 
 
-def test_a_starved_process_is_never_silent(watched):
+def test_a_process_starved_of_cpu_is_never_silent(watched):
     """It is ready to run for ten minutes, and gets a hundredth of a processor."""
     assert watched.wait(600, cpu_s=6, wants_processor=True) == 0
     assert "starved" in watched.silence.cause
 
 
-def test_a_process_that_is_stopped_and_continued_all_the_time_is_alive(watched):
+def test_a_process_that_is_stopped_and_continued_repeatedly_is_alive(watched):
     """It runs for a tenth of the time, and is always seen stopped."""
     assert watched.wait(60, cpu_s=6, is_stopped=True) < 2
 
 
-def test_a_process_that_computes_may_do_so_for_a_while(watched):
+def test_a_computing_process_may_be_silent_for_a_while(watched):
     assert watched.wait(20, cpu_s=20, wants_processor=True) == 0
     assert watched.wait(10, cpu_s=10, wants_processor=True) > 7
     assert "computed" in watched.silence.cause
 
 
-def test_many_threads_use_no_more_time_than_passes(watched):
+def test_many_threads_count_no_more_cpu_time_than_wall_time(watched):
     assert watched.wait(20, cpu_s=320, wants_processor=True) == 0
 
 
-def test_a_thread_that_polls_for_a_lock_is_no_work(watched):
+def test_a_thread_that_polls_a_lock_does_not_count_as_work(watched):
     assert watched.wait(8, cpu_s=0.04) > 7
 
 
@@ -95,7 +95,7 @@ def test_a_sign_of_life_ends_the_silence(watched):
     assert watched.wait(2, is_stopped=True) == 2.5
 
 
-def test_time_in_which_the_watcher_was_held_up_does_not_count(watched):
+def test_time_in_which_the_watcher_was_delayed_does_not_count(watched):
     assert watched.wait(2, is_stopped=True) == 2
     watched.now += 300
     watched._silent_s += 300
@@ -107,7 +107,7 @@ def test_a_process_that_has_ended_is_not_counted_as_frozen(watched):
     assert watched.silence.counted(9.0) == 0
 
 
-def test_a_load_makes_headway_by_the_processor_or_the_disk(watched):
+def test_loading_progress_is_seen_by_cpu_or_disk_activity(watched):
     headway = Headway(1)
     for state in ({"awaits_disk": True}, {"wants_processor": True}):
         watched.now += 6
@@ -149,7 +149,7 @@ SPINS_BESIDE = (
 )
 
 
-def test_what_the_system_says_of_a_process():
+def test_process_activity_is_read_from_proc():
     with running(SLEEPS) as pid:
         until(lambda: not activity_of(pid).wants_processor)
         os.kill(pid, signal.SIGSTOP)
@@ -159,7 +159,7 @@ def test_what_the_system_says_of_a_process():
         until(lambda: activity_of(pid).wants_processor and activity_of(pid).cpu_s > 0.1)
 
 
-async def test_an_answer_is_waited_for_until_its_process_is_frozen():
+async def test_an_answer_is_awaited_until_its_process_is_frozen():
     async def answer() -> int:
         return 7
 

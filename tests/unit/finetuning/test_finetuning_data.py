@@ -55,7 +55,7 @@ ANSWER = {"role": "assistant", "content": "Hello."}
         ),
     ],
 )
-def test_a_wrong_line_is_refused_with_its_number(tmp_path, method, value, reason):
+def test_an_invalid_training_line_is_refused_with_its_number(tmp_path, method, value, reason):
     good = {"messages": [USER, ANSWER]}
     if method == "dpo":
         good = {
@@ -71,7 +71,7 @@ def test_a_wrong_line_is_refused_with_its_number(tmp_path, method, value, reason
     assert reason in str(caught.value)
 
 
-def test_all_lines_have_one_format(tmp_path):
+def test_lines_of_mixed_formats_are_refused(tmp_path):
     file = tmp_path / "train.jsonl"
     lines = [{"messages": [USER, ANSWER]}, {"prompt": "x", "completion": "y"}]
     file.write_text("\n".join(map(json.dumps, lines)))
@@ -96,7 +96,7 @@ def parsed(value, method="supervised"):
     return parse_example(json.dumps(value).encode(), method)
 
 
-def test_only_answers_are_trained_with_their_end(text):
+def test_only_answers_and_their_end_token_are_trained(text):
     second = {"role": "assistant", "content": "Bye."}
     example = parsed({"messages": [USER, ANSWER, USER, second]})
     (tokens,) = ExampleTokenizer(text, 512).supervised([example])
@@ -112,7 +112,7 @@ def test_a_message_of_weight_0_is_context_only(text):
     assert trained_text(text, tokens) == "Bye.<|im_end|>"
 
 
-def test_completions_are_trained_and_long_examples_are_cut(text):
+def test_completions_are_trained_and_long_examples_truncated(text):
     example = parsed({"prompt": "One two", "completion": " three four"})
     tokenizer = ExampleTokenizer(text, 512)
     (tokens,) = tokenizer.supervised([example])
@@ -130,7 +130,7 @@ def test_completions_are_trained_and_long_examples_are_cut(text):
         ExampleTokenizer(text, 2).supervised([example])
 
 
-def test_pairs_share_their_prompt(text):
+def test_dpo_pairs_share_their_prompt(text):
     value = {
         "input": {"messages": [USER]},
         "preferred_output": [ANSWER],
@@ -143,7 +143,7 @@ def test_pairs_share_their_prompt(text):
     assert pair.preferred.token_ids[:start] == pair.rejected.token_ids[:start]
 
 
-def test_small_files_get_more_epochs_and_given_values_stay():
+def test_default_epochs_follow_the_file_size_and_given_values_stay():
     small, large = decide(Hyperparameters(), 60), decide(Hyperparameters(), 20_000)
     assert small.n_epochs > 10 * large.n_epochs and small.batch_size < large.batch_size
     assert decide(Hyperparameters(), 60, "dpo").n_epochs < small.n_epochs
@@ -153,7 +153,7 @@ def test_small_files_get_more_epochs_and_given_values_stay():
         decide(Hyperparameters(n_epochs=0), 60)
 
 
-def test_a_line_that_is_too_long_to_parse_in_one_piece_is_refused(tmp_path: Path) -> None:
+def test_a_training_line_that_is_too_long_is_refused(tmp_path: Path) -> None:
     """Nothing else runs in the server while a line is parsed."""
     path = tmp_path / "train.jsonl"
     good = json.dumps({"prompt": "a", "completion": "b"})

@@ -101,7 +101,7 @@ async def test_every_field_of_a_request_reaches_the_engine():
     await backend.stop()
 
 
-async def test_a_grammar_reaches_the_engine_and_a_bad_one_its_field():
+async def test_a_grammar_reaches_the_engine_and_an_invalid_one_names_its_field():
     backend = await started()
     checked = []
 
@@ -178,7 +178,7 @@ async def test_every_field_of_an_embedding_reaches_the_engine():
 @pytest.mark.parametrize(
     ("limit", "length", "expected"), [(4, 6, 4), (-1, 300, 256), (None, 6, 6), (9, 6, 6)]
 )
-async def test_inputs_are_cut_only_as_far_as_was_asked(limit, length, expected):
+async def test_embedding_inputs_are_truncated_only_as_requested(limit, length, expected):
     backend = await started()
     prompt = tuple(index % VOCAB // 2 for index in range(length))
     request = EmbedRequest(request_id="e", inputs=(prompt,), truncate_prompt_tokens=limit)
@@ -204,7 +204,7 @@ async def test_inputs_that_are_too_long_empty_or_unknown_are_refused_by_name():
     ("prompt", "asked", "fits"),
     [(6, 4, True), (6, 5, False), (9, None, True), (10, None, False), (10, 0, False), (7, 3, True)],
 )
-def test_a_prompt_and_its_answer_fit_the_context(prompt, asked, fits):
+def test_prompt_and_max_tokens_must_fit_the_context(prompt, asked, fits):
     if fits:
         check_context(prompt, asked, 10, "messages")
         return
@@ -217,14 +217,14 @@ def test_a_prompt_and_its_answer_fit_the_context(prompt, asked, fits):
     assert f"{prompt} in the prompt, {asked or 0} in the completion" in refused.value.message
 
 
-def test_an_input_may_fill_the_context():
+def test_an_embedding_input_may_fill_the_context():
     check_input(10, 10, "input[2]")
     with pytest.raises(InvalidRequestError, match="11 tokens"):
         check_input(11, 10, "input[2]")
 
 
 @pytest.mark.parametrize(("max_tokens", "room"), [(3, 3), (None, 1)])
-async def test_a_prompt_is_cut_before_its_length_is_judged(max_tokens, room):
+async def test_a_prompt_is_truncated_before_its_length_is_checked(max_tokens, room):
     backend = await started()
     sent = sent_by(backend)
     params = msgspec.structs.replace(PARAMS, max_tokens=max_tokens)
@@ -235,7 +235,7 @@ async def test_a_prompt_is_cut_before_its_length_is_judged(max_tokens, room):
     await backend.stop()
 
 
-def test_what_a_cut_keeps_of_an_encoders_text_is_its_beginning_and_its_end():
+def test_truncation_of_an_encoder_input_keeps_its_first_tokens_and_the_last():
     prompt = (1, 2, 3, 4, 9)
     encoder = replace(TEXT, config=SimpleNamespace(encoder=object()))
     assert encoder.cut_prompt(prompt, 3) == (1, 2, 9)
@@ -243,7 +243,7 @@ def test_what_a_cut_keeps_of_an_encoders_text_is_its_beginning_and_its_end():
     assert TEXT.cut_prompt(prompt, 3) == (3, 4, 9)
 
 
-async def test_health_is_the_links_and_the_pulses():
+async def test_health_combines_the_links_state_and_the_heartbeat():
     backend = await started()
     client = backend._link._client
     client.vitals = lambda: Vitals(2.5, 10.0, 0.1)
@@ -296,7 +296,7 @@ async def submitted(link: ScriptedLink, count: int) -> None:
     raise AssertionError(f"{len(link.open)} of {count} were submitted")
 
 
-async def test_vectors_come_in_the_order_of_their_inputs_whoever_is_first():
+async def test_embeddings_are_returned_in_input_order():
     link = ScriptedLink()
     embedding_all = asyncio.create_task(vectors_of(link, pooling(3), 10, 2))
     await submitted(link, 3)
@@ -310,7 +310,7 @@ async def test_vectors_come_in_the_order_of_their_inputs_whoever_is_first():
     assert link.forgotten == []
 
 
-async def test_no_more_wait_at_once_than_the_queue_takes(monkeypatch):
+async def test_embedding_requests_in_flight_are_bounded_by_the_queue(monkeypatch):
     for max_queued, limit, most in ((2, 128, 2), (50, 3, 3)):
         monkeypatch.setattr(embedding, "MAX_IN_FLIGHT", limit)
         link = ScriptedLink()
@@ -330,7 +330,7 @@ async def test_no_more_wait_at_once_than_the_queue_takes(monkeypatch):
         (TokenDelta("1", 0, finish_reason="abort"), EngineError),
     ],
 )
-async def test_the_first_failure_ends_all_vectors_and_frees_the_engine(item, kind):
+async def test_the_first_failed_embedding_aborts_the_others(item, kind):
     link = ScriptedLink()
     working = asyncio.create_task(vectors_of(link, pooling(3), 10, 1))
     await submitted(link, 3)
@@ -340,11 +340,11 @@ async def test_the_first_failure_ends_all_vectors_and_frees_the_engine(item, kin
     assert not link.open and sorted(link.forgotten) == [(str(i), None) for i in range(3)]
 
 
-async def test_no_inputs_are_no_rows_of_the_models_width():
+async def test_embedding_no_inputs_gives_an_empty_matrix():
     assert (await vectors_of(ScriptedLink(), [], 10, 7)).shape == (0, 7)
 
 
-async def test_a_zero_vector_stays_one():
+async def test_a_zero_embedding_is_not_normalized():
     link = ScriptedLink()
     working = asyncio.create_task(vectors_of(link, pooling(1), 10, 2))
     await submitted(link, 1)

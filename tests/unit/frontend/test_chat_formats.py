@@ -70,7 +70,7 @@ def prompt_of(text: TextModel, request: ChatRequest) -> str:
     return text.tokenizer.decode(ids, skip_special=False)
 
 
-def test_the_tool_template_is_used_by_need(text: TextModel) -> None:
+def test_the_tool_use_template_is_used_if_there_are_tools(text: TextModel) -> None:
     plain = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
     assert prompt_of(text, asked(HELLO)) == plain
     assert prompt_of(text, asked(HELLO, tools=(TOOL,))) == f"weather: {plain}<think>\n"
@@ -98,7 +98,7 @@ async def test_an_answer_becomes_reasoning_text_and_calls(text: TextModel) -> No
     assert FinishEvent(0, "tool_calls") in events
 
 
-def test_named_templates_of_a_directory(tmp_path: Path) -> None:
+def test_named_templates_of_a_checkpoint_folder_are_read(tmp_path: Path) -> None:
     named = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]
     directory = write_directory(tmp_path, chat_template=named)
     tokenizer = Tokenizer.from_directory(directory)
@@ -121,7 +121,7 @@ REFUSES = (
 DROPS = "{# system #}{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
 
 
-def test_tools_stand_in_the_first_user_turn_if_the_template_takes_no_system_message() -> None:
+def test_tools_go_to_the_first_user_message_if_the_template_has_no_system_role() -> None:
     for source, role in ((REFUSES, "user"), (DROPS, "user"), (LOOP, "system")):
         output, template = output_of(source)
         messages, tools = output.prepare([HELLO], [TOOL])
@@ -129,7 +129,7 @@ def test_tools_stand_in_the_first_user_turn_if_the_template_takes_no_system_mess
         assert '"name": "weather"' in template.text(messages)
 
 
-def test_calls_that_a_template_leaves_out_are_written_into_the_text() -> None:
+def test_calls_that_a_template_drops_are_written_into_the_text() -> None:
     source = "{{ tools | tojson }}<|tool_call|>" + LOOP
     output, template = output_of(source)
     earlier = {"role": "assistant", "content": None, "tool_calls": [CALL]}
@@ -139,7 +139,7 @@ def test_calls_that_a_template_leaves_out_are_written_into_the_text() -> None:
     )
 
 
-def test_arguments_and_content_have_the_form_that_the_template_wants() -> None:
+def test_arguments_and_content_have_the_form_that_the_template_expects() -> None:
     source = (
         "{{ tools | tojson }}{% for m in messages %}{% if m.content is none %}"
         "{% for c in m.tool_calls %}<tool_call>{{ '{' + c.function.arguments + '}' }}{% endfor %}"
@@ -157,7 +157,7 @@ PHI = (
 )
 
 
-def test_tools_that_a_template_reads_from_the_system_message() -> None:
+def test_templates_that_read_tools_from_the_system_message_get_them_there() -> None:
     output, template = output_of(PHI)
     assert output.tools.name == "phi4" and output.tools.native
     for talk in ([HELLO], [{"role": "system", "content": "Be brief."}, HELLO]):
@@ -167,7 +167,7 @@ def test_tools_that_a_template_reads_from_the_system_message() -> None:
     assert output.prepare([HELLO], [])[0] == [HELLO]
 
 
-def test_tools_that_a_template_leaves_out_are_described() -> None:
+def test_tools_that_a_template_drops_are_described_in_text() -> None:
     source = "{# tools #}{% if tools %}{% endif %}<tool_call>" + LOOP
     output, template = output_of(source)
     assert output.tools.native, "its code reads the tools"
@@ -175,7 +175,7 @@ def test_tools_that_a_template_leaves_out_are_described() -> None:
     assert tools is None and '"name": "weather"' in template.text(messages)
 
 
-def test_reasoning_of_earlier_turns_has_every_name_that_templates_read() -> None:
+def test_earlier_reasoning_is_passed_under_every_name_that_templates_read() -> None:
     source = "{{ tools | tojson }}<tool_call>{% for m in messages %}{{ m.NAME or '-' }}{% endfor %}"
     earlier = {"role": "assistant", "content": "", "reasoning_content": "Hm."}
     for name in ("reasoning_content", "reasoning", "thinking"):
@@ -186,7 +186,7 @@ def test_reasoning_of_earlier_turns_has_every_name_that_templates_read() -> None
     assert "thinking" not in output.prepare([both], [TOOL])[0][0]
 
 
-def test_tools_in_the_variable_of_older_templates() -> None:
+def test_older_templates_get_tools_in_their_own_variable() -> None:
     source = "{% set said = 'Now ' + datetime + functions %}{{ said }} functools["
     output, template = output_of(source)
     assert output.tools.name == "functools" and output.tools.native

@@ -80,7 +80,7 @@ async def test_each_choice_has_its_own_text_and_its_own_end():
     assert isinstance(events[-1], UsageEvent) and events.count(events[-1]) == 1
 
 
-async def test_usage_counts_every_token_and_takes_the_first_ones_times(monkeypatch):
+async def test_usage_counts_all_choices_and_the_first_tokens_times(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(generation_module.time, "monotonic", lambda: now[0])
     generation = opened(n=2)
@@ -103,12 +103,12 @@ async def test_usage_counts_every_token_and_takes_the_first_ones_times(monkeypat
     )
 
 
-async def test_without_a_token_no_time_was_spent_on_them():
+async def test_an_answer_without_tokens_has_no_decode_time():
     *_, usage = await read(opened(), TokenDelta("r", 0, (), finish_reason="length"))
     assert (usage.completion_tokens, usage.decode_s) == (0, 0.0)
 
 
-async def test_logprobs_are_those_of_their_tokens_as_text():
+async def test_logprob_tokens_are_rendered_as_text():
     score = TokenLogprobs(-0.5, (1, 2), (-0.25, -1.5))
     first, *_ = await read(opened(logprobs=2), TokenDelta("r", 0, (0,), (score,), "length"))
     alternatives = (TopLogprob("b", b"b", -0.25, 1), TopLogprob("c", b"c", -1.5, 2))
@@ -119,7 +119,7 @@ async def test_logprobs_are_those_of_their_tokens_as_text():
 @pytest.mark.parametrize(
     ("stop_id", "shown", "reason"), [(5, "ab", 5), (23, "ab", None), (None, "abf", None)]
 )
-async def test_an_id_that_ends_an_answer_is_no_text_and_is_told_if_it_was_named(
+async def test_a_stop_token_is_not_text_and_is_reported_only_if_the_client_named_it(
     stop_id, shown, reason
 ):
     """5 was named by the client, 23 is the model's own end."""
@@ -149,7 +149,7 @@ async def test_an_id_that_ends_an_answer_is_no_text_and_is_told_if_it_was_named(
     ids=["late", "unnamed", "abort", "engine"],
 )
 @pytest.mark.parametrize("fed", [False, True])
-async def test_a_failure_is_raised_as_what_it_is_and_the_rest_forgotten(item, kind, message, fed):
+async def test_engine_errors_raise_their_type_and_abort_the_other_choices(item, kind, message, fed):
     told = ToldEngine()
     generation = opened(told, n=2)
     generation.deliver(TokenDelta("r", 0, (0,)))
@@ -162,7 +162,7 @@ async def test_a_failure_is_raised_as_what_it_is_and_the_rest_forgotten(item, ki
     assert told.forgotten == [None]
 
 
-async def test_only_who_leaves_early_has_the_request_forgotten():
+async def test_only_closing_a_stream_early_aborts_the_request():
     told = ToldEngine()
     generation = opened(told)
     generation.deliver(TokenDelta("r", 0, (0,)))
@@ -175,7 +175,7 @@ async def test_only_who_leaves_early_has_the_request_forgotten():
     assert told.forgotten == []
 
 
-async def test_a_stop_string_forgets_its_own_choice_alone():
+async def test_a_stop_string_aborts_only_its_own_choice():
     told = ToldEngine()
     events = await read(
         opened(told, n=2, stop=("cd",)),
@@ -189,19 +189,19 @@ async def test_a_stop_string_forgets_its_own_choice_alone():
     assert FinishEvent(1, "stop", "cd") in events and FinishEvent(0, "length") in events
 
 
-async def test_a_stop_string_in_the_last_delta_needs_no_forgetting():
+async def test_a_stop_string_in_the_last_delta_sends_no_abort():
     told = ToldEngine()
     last = TokenDelta("r", 0, (2, 3), finish_reason="length")
     events = await read(opened(told, stop=("cd",)), TokenDelta("r", 0, (1,)), last)
     assert told.forgotten == [] and events[-2] == FinishEvent(0, "stop", "cd")
 
 
-async def test_what_waited_for_a_stop_string_is_shown_at_the_end():
+async def test_text_held_back_for_a_stop_string_is_emitted_at_the_end():
     events = await read(opened(stop=("bcx",)), TokenDelta("r", 0, (0, 1, 2), None, "length"))
     assert text_of(events, 0) == "abc"
 
 
-async def test_a_slow_reader_gets_the_backlog_in_one_piece():
+async def test_a_slow_reader_gets_its_backlog_as_one_event():
     """The oldest is merged until few wait; then each comes alone again."""
     many = MAX_BACKLOG + 6
     generation = opened(logprobs=0)
@@ -234,7 +234,7 @@ async def test_deltas_of_several_steps_that_arrive_together_are_one_event(stop, 
     assert text_of(events, 0) == "abcd"
 
 
-async def test_a_merged_backlog_keeps_the_stop_token_of_its_end():
+async def test_merging_deltas_keeps_the_stop_token():
     """The end is merged too where more deltas of another choice wait behind it."""
     generation = opened(n=2, stop_token_ids=(5,))
     generation.deliver(TokenDelta("r", 0, (0,)))
@@ -247,7 +247,7 @@ async def test_a_merged_backlog_keeps_the_stop_token_of_its_end():
     assert (finish.reason, finish.stop_reason) == ("stop", 5)
 
 
-async def test_a_backlog_is_merged_within_its_choice_and_up_to_its_end():
+async def test_deltas_are_merged_per_choice_up_to_its_end():
     generation = opened(n=2)
     for index in range(MAX_BACKLOG + 4):
         generation.deliver(TokenDelta("r", index % 2, (index,)))
@@ -262,7 +262,7 @@ async def test_a_backlog_is_merged_within_its_choice_and_up_to_its_end():
     ]
 
 
-async def test_a_sink_that_fails_ends_its_own_request_and_is_told():
+async def test_an_exception_in_an_event_callback_ends_only_its_request():
     told = ToldEngine()
     generation = opened(told)
 
@@ -278,7 +278,7 @@ async def test_a_sink_that_fails_ends_its_own_request_and_is_told():
     assert told.forgotten == [None]
 
 
-async def test_an_echo_without_scores_comes_before_each_choices_text():
+async def test_an_echoed_prompt_precedes_each_choices_text():
     prepared = Prepared((0, 1, 2), "prompt", continuation=True, echo="abc")
     events = await read(
         opened(prepared=prepared, n=2),

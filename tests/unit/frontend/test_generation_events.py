@@ -66,7 +66,7 @@ def joined(events: list, kind: type) -> str:
     return "".join(event.text for event in events if isinstance(event, kind))
 
 
-async def test_reasoning_and_answer_are_told_apart_and_counted():
+async def test_reasoning_is_separated_from_the_answer_and_counted():
     answer = "<think>why</think>\n\nbecause"
     events = await events_of(parsed(), answer)
     assert joined(events, ReasoningEvent) == "why"
@@ -78,7 +78,7 @@ async def test_reasoning_and_answer_are_told_apart_and_counted():
     assert events[-2] == FinishEvent(0, "stop")
 
 
-async def test_a_block_that_the_prompt_opened():
+async def test_reasoning_opened_by_the_prompt_is_recognized():
     events = await events_of(parsed(opened=True), "why</think>because")
     assert (joined(events, ReasoningEvent), joined(events, TextEvent)) == ("why", "because")
 
@@ -95,7 +95,7 @@ async def test_calls_become_events_and_the_finish_reason():
     assert events[-2] == FinishEvent(0, "tool_calls")
 
 
-async def test_a_call_cut_by_the_limit_says_length():
+async def test_a_tool_call_cut_by_max_tokens_has_finish_reason_length():
     answer = '<tool_call>{"name": "weather", "arguments": {"ci'
     events = await events_of(parsed(), answer, reason="length")
     assert events[-2] == FinishEvent(0, "length")
@@ -104,7 +104,7 @@ async def test_a_call_cut_by_the_limit_says_length():
 @pytest.mark.parametrize(
     ("min_tokens", "shown"), [(0, "ab"), (2, "ab"), (3, "ab.cd"), (5, "ab.cd")]
 )
-async def test_stop_strings_count_only_behind_min_tokens(min_tokens, shown):
+async def test_stop_strings_are_ignored_before_min_tokens(min_tokens, shown):
     plain = Prepared((1,), "prompt")
     events = await events_of(plain, "ab.cd.ef", stop=(".",), min_tokens=min_tokens)
     assert joined(events, TextEvent) == shown
@@ -143,7 +143,7 @@ async def test_an_echoed_prompt_comes_first_with_scores_that_only_one_choice_has
         ((32, 104, 105), "hi", ["", "h", "i"]),  # the tokenizer added a space
     ],
 )
-async def test_echoed_tokens_are_those_of_the_text(prompt, text, shown):
+async def test_echoed_logprob_tokens_spell_the_prompt(prompt, text, shown):
     params = SamplingParams(max_tokens=9, logprobs=0, score_prompt=True)
     request = GenerateRequest(request_id="r", prompt=prompt, params=params)
     generation = Generation(request, TEXT, Prepared(prompt, "prompt", echo=text), ToldEngine())
@@ -159,7 +159,7 @@ async def test_echoed_tokens_are_those_of_the_text(prompt, text, shown):
 @pytest.mark.parametrize(
     ("limit", "kept"), [(None, 10), (4, 4), (99, 10), (-1, 8)], ids=["all", "four", "more", "fits"]
 )
-def test_truncation_keeps_the_last_tokens_and_only_when_asked(limit, kept):
+def test_prompt_truncation_keeps_the_last_tokens_and_only_on_request(limit, kept):
     context = GenerationContext(
         request_id="r", params=SamplingParams(max_tokens=4), truncate_prompt_tokens=limit
     )
@@ -192,7 +192,7 @@ async def test_a_choice_that_stops_while_its_tokens_wait_for_the_scores_of_anoth
     ("content", "ends"),
     [("Hello", "Hello"), ("Hello \n", "Hello \n"), ("\n x", "x"), ("</s>", "</s>")],
 )
-def test_an_unfinished_message_ends_the_prompt_as_it_was_written(content, ends):
+def test_a_continued_assistant_message_ends_the_prompt_unchanged(content, ends):
     segments = ("assistant\n" + content, 2, "\n")
     cut = _unfinished(RenderedPrompt(segments), content)
     assert cut.segments == ("assistant\n" + content,) and cut.segments[-1].endswith(ends)

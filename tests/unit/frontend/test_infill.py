@@ -20,7 +20,7 @@ def tokenizer(markers: tuple[str, ...]) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_each_form_is_found_and_written_in_its_own_order(form):
+def test_each_infill_format_is_recognized_and_encoded(form):
     vocabulary = tokenizer(tuple(marker for marker, _ in form))
     infill = find_infill(vocabulary)
     assert infill is not None
@@ -32,5 +32,5 @@ def test_each_form_is_found_and_written_in_its_own_order(form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_half_a_form_is_none(form):
+def test_an_incomplete_set_of_infill_tokens_is_not_recognized(form):
     assert find_infill(tokenizer(tuple(marker for marker, _ in form[:-1]))) is None

@@ -31,7 +31,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return record_pauses(monkeypatch)
 
 
-async def test_deltas_reach_the_request_that_they_belong_to():
+async def test_deltas_reach_only_their_own_request():
     bench = Bench()
     await bench.start()
     one, other = bench.submit("one"), bench.submit("other")
@@ -44,7 +44,7 @@ async def test_deltas_reach_the_request_that_they_belong_to():
     await bench.link.stop()
 
 
-async def test_a_request_that_could_not_be_sent_is_not_waited_for():
+async def test_a_request_that_could_not_be_sent_is_not_tracked():
     bench = Bench()
     await bench.start()
     bench.client.is_gone = True
@@ -55,7 +55,7 @@ async def test_a_request_that_could_not_be_sent_is_not_waited_for():
     await bench.link.stop()
 
 
-async def test_forgetting_a_choice_keeps_the_others():
+async def test_aborting_one_choice_keeps_the_others():
     bench = Bench()
     await bench.start()
     receiver = bench.submit()
@@ -70,7 +70,7 @@ async def test_forgetting_a_choice_keeps_the_others():
     await bench.link.stop()
 
 
-async def test_replies_are_matched_by_their_numbers():
+async def test_control_replies_are_matched_by_number():
     bench = Bench()
     await bench.start()
     flushing = asyncio.create_task(bench.link.flush_cache())
@@ -86,7 +86,7 @@ async def test_replies_are_matched_by_their_numbers():
     await bench.link.stop()
 
 
-async def test_a_death_ends_requests_and_controls_and_is_told_in_words(pauses):
+async def test_an_engine_death_fails_open_requests_and_controls(pauses):
     bench = Bench(0.25)
     await bench.start()
     bench.client.on_message(Stats(EngineStats(num_steps=3)))
@@ -111,7 +111,7 @@ async def test_a_death_ends_requests_and_controls_and_is_told_in_words(pauses):
     assert bench.client.is_stopped and "stopped" in bench.link.detail
 
 
-async def test_dying_too_often_the_pause_is_the_cool_down(pauses):
+async def test_after_too_many_deaths_the_restart_waits_for_the_cool_down(pauses):
     bench = Bench(None, 0.5, cool_down_s=77.0)
     await bench.start()
     bench.client.on_exit(1)
@@ -124,7 +124,7 @@ async def test_dying_too_often_the_pause_is_the_cool_down(pauses):
     await bench.link.stop()
 
 
-async def test_a_process_that_can_not_be_made_is_tried_again(pauses, monkeypatch):
+async def test_an_engine_process_that_cannot_be_created_is_retried(pauses, monkeypatch):
     bench = Bench(0.25, 0.75)
     await bench.start()
     working = bench.link._make_client
@@ -141,7 +141,7 @@ async def test_a_process_that_can_not_be_made_is_tried_again(pauses, monkeypatch
     await bench.link.stop()
 
 
-async def test_what_keeps_an_engine_from_loading_is_raised_by_start():
+async def test_start_raises_the_error_that_kept_the_engine_from_loading():
     bench = Bench()
     starting = asyncio.create_task(bench.link.start())
     await asyncio.sleep(0)
@@ -151,7 +151,7 @@ async def test_what_keeps_an_engine_from_loading_is_raised_by_start():
     await bench.link.stop()
 
 
-async def test_what_ended_a_loaded_engine_is_for_its_log_and_not_for_clients():
+async def test_the_error_of_a_dead_engine_is_logged_and_not_sent_to_clients():
     bench = Bench()
     await bench.start()
     receiver = bench.submit()
@@ -173,7 +173,7 @@ async def test_an_engine_that_never_loaded_is_not_started_again(pauses):
     assert len(bench.clients) == 1 and bench.link.num_restarts == 0
 
 
-async def test_a_death_while_stopping_starts_nothing(pauses):
+async def test_an_engine_that_dies_while_stopping_is_not_restarted(pauses):
     bench = Bench(0.25)
     await bench.start()
     receiver = bench.submit()
@@ -210,7 +210,7 @@ def step(age_s: float, patience_s: float = 10.0) -> Vitals:
     ],
     ids=range(12),
 )
-async def test_the_silent_are_woken_and_who_does_not_go_on_is_killed(
+async def test_a_silent_engine_gets_sigcont_and_is_killed_if_it_stays_silent(
     looks, num_woken, num_killed, monkeypatch
 ):
     monkeypatch.setattr(link_module, "WATCH_INTERVAL_S", 0)
@@ -224,7 +224,7 @@ async def test_the_silent_are_woken_and_who_does_not_go_on_is_killed(
     await bench.link.stop()
 
 
-async def test_a_loading_engine_is_watched_and_start_says_why_it_was_killed(monkeypatch):
+async def test_a_frozen_loading_engine_is_killed_and_start_says_why(monkeypatch):
     monkeypatch.setattr(link_module, "WATCH_INTERVAL_S", 0)
     bench = Bench()
     starting = asyncio.create_task(bench.link.start())
@@ -236,7 +236,7 @@ async def test_a_loading_engine_is_watched_and_start_says_why_it_was_killed(monk
     await bench.link.stop()
 
 
-async def test_a_restart_that_takes_too_long_is_overdue_until_an_engine_is_ready(
+async def test_a_restart_that_takes_too_long_is_reported_until_an_engine_is_ready(
     pauses, monkeypatch
 ):
     bench = Bench(*[0.25] * 9)
@@ -274,7 +274,7 @@ class SteadyHeadway:
         return 60.0
 
 
-def test_headway_of_a_load_that_ended_does_not_delay_the_alarm(monkeypatch):
+def test_progress_of_a_finished_load_does_not_delay_the_alarm(monkeypatch):
     clock = FakeClock()
     monkeypatch.setattr(downtime.time, "monotonic", clock)
     monkeypatch.setattr(downtime, "Headway", SteadyHeadway)
@@ -288,7 +288,7 @@ def test_headway_of_a_load_that_ended_does_not_delay_the_alarm(monkeypatch):
     assert told.is_overdue
 
 
-async def test_a_load_that_does_nothing_is_given_up_though_it_ticks(pauses, monkeypatch):
+async def test_a_load_without_progress_is_killed_although_the_heartbeat_ticks(pauses, monkeypatch):
     monkeypatch.setattr(downtime, "LOAD_STALLED_S", -1.0)
     bench = Bench(0.25, max_revivals=3)
     starting = asyncio.create_task(bench.link.start())
@@ -310,7 +310,7 @@ async def test_a_load_that_does_nothing_is_given_up_though_it_ticks(pauses, monk
     ],
     ids=str,
 )
-async def test_trouble_in_words(vitals, trouble):
+async def test_trouble_describes_a_silent_engine_or_a_hung_step(vitals, trouble):
     bench = Bench()
     await bench.start()
     bench.link._watching.cancel()

@@ -27,7 +27,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return record_pauses(monkeypatch)
 
 
-async def test_a_revived_request_has_its_tokens_its_seed_and_its_open_choices(pauses):
+async def test_a_revived_request_carries_its_tokens_seed_and_open_choices(pauses):
     bench = Bench(0.1, max_revivals=8)
     await bench.start()
     receiver = bench.submit(params=SamplingParams(n=4), timeout_s=60.0, queue_timeout_s=9.0)
@@ -44,7 +44,7 @@ async def test_a_revived_request_has_its_tokens_its_seed_and_its_open_choices(pa
     await bench.link.stop()
 
 
-async def test_late_deltas_of_an_engine_that_was_given_up_are_dropped(pauses):
+async def test_late_deltas_of_an_abandoned_engine_are_dropped(pauses):
     bench = Bench(0.1, max_revivals=8)
     await bench.start()
     receiver, first = bench.submit(), bench.client
@@ -57,7 +57,7 @@ async def test_late_deltas_of_an_engine_that_was_given_up_are_dropped(pauses):
     await bench.link.stop()
 
 
-async def test_an_engine_that_does_not_go_on_is_given_up_before_it_ends(pauses):
+async def test_requests_of_a_frozen_engine_move_before_it_exits(pauses):
     """Its requests do not wait for its end, and what it says when it wakes up late is dropped."""
     other = Bench(max_revivals=8)
     await other.start()
@@ -85,7 +85,7 @@ async def test_an_engine_that_does_not_go_on_is_given_up_before_it_ends(pauses):
     await other.link.stop()
 
 
-async def test_a_request_is_revived_once_for_each_death(pauses):
+async def test_a_request_is_resubmitted_once_per_engine_death(pauses):
     bench = Bench(0.1, 0.1, 0.1, max_revivals=2)
     await bench.start()
     receiver, ended = bench.submit("r"), bench.submit("ended")
@@ -102,7 +102,7 @@ async def test_a_request_is_revived_once_for_each_death(pauses):
     await bench.link.stop()
 
 
-async def test_suspects_are_tried_one_after_another_and_only_the_guilty_ends(pauses):
+async def test_after_repeated_deaths_requests_are_retried_one_by_one_to_find_the_cause(pauses):
     bench = Bench(0.1, 0.1, 0.1, max_revivals=8)
     await bench.start()
     receivers = {name: bench.submit(name) for name in ("a", "poison", "b", "c")}
@@ -121,7 +121,7 @@ async def test_suspects_are_tried_one_after_another_and_only_the_guilty_ends(pau
     await bench.link.stop()
 
 
-async def test_the_wait_for_a_new_engine_has_an_end(pauses, monkeypatch):
+async def test_waiting_for_a_new_engine_is_bounded(pauses, monkeypatch):
     monkeypatch.setattr(survival, "MAX_WAIT_S", 0.02)
     bench = Bench(0.1, max_revivals=8)
     await bench.start()
@@ -173,7 +173,7 @@ async def test_a_new_request_waits_no_longer_than_its_queue_timeout(pauses):
 @pytest.mark.parametrize(
     ("delay", "max_revivals"), [(None, 8), (0.1, 0)], ids=["died too often", "survive is off"]
 )
-async def test_who_can_not_hope_for_an_engine_is_refused(pauses, delay, max_revivals):
+async def test_new_requests_are_refused_if_no_engine_can_be_expected(pauses, delay, max_revivals):
     bench = Bench(delay, max_revivals=max_revivals)
     await bench.start()
     bench.client.on_exit(-9)
@@ -184,7 +184,7 @@ async def test_who_can_not_hope_for_an_engine_is_refused(pauses, delay, max_revi
     await bench.link.stop()
 
 
-async def test_all_requests_move_to_the_engine_that_replaces_theirs(pauses):
+async def test_hand_over_moves_all_open_requests_to_the_new_engine(pauses):
     old, new = Bench(max_revivals=8), Bench(0.1, max_revivals=8)
     await old.start()
     await new.start()
@@ -205,7 +205,7 @@ async def test_all_requests_move_to_the_engine_that_replaces_theirs(pauses):
     await new.link.stop()
 
 
-async def test_orphans_move_to_a_replica_and_stay_there(pauses):
+async def test_interrupted_requests_move_to_a_replica_and_stay_there(pauses):
     other = Bench(0.1, 0.1, max_revivals=8)
     await other.start()
     moved = []
@@ -234,7 +234,7 @@ async def test_orphans_move_to_a_replica_and_stay_there(pauses):
     await bench.link.stop()
 
 
-async def test_a_request_that_kills_is_not_sent_to_a_second_replica_again(pauses):
+async def test_a_request_that_killed_two_engines_is_not_sent_to_another_replica(pauses):
     moved = []
     bench = Bench(0.1, 0.1, max_revivals=8, move=moved.append)
     await bench.start()

@@ -79,7 +79,7 @@ def facts(text: TextModel) -> tuple[Any, ...]:
         sentencepiece_metadata(add_space_prefix=0),
     ],
 )
-def test_a_kept_tokenizer_is_the_one_read_anew(
+def test_a_cached_tokenizer_equals_one_read_from_the_file(
     metadata: dict[str, Any], tmp_path: Path, forbid_reading: Callable[[], None]
 ) -> None:
     path = write_model(tmp_path / "model.gguf", metadata)
@@ -97,7 +97,7 @@ def test_a_template_that_cannot_work_fails_at_load_and_nothing_is_kept(tmp_path:
     assert not list(cache_directory().glob("*"))
 
 
-def test_another_file_at_the_same_place_is_read(tmp_path: Path, model: Path) -> None:
+def test_a_replaced_file_of_the_same_size_is_read_again(tmp_path: Path, model: Path) -> None:
     load_text(model)
     size = model.stat().st_size
     write_model(model, byte_level_metadata(bos_token_id=1))
@@ -106,7 +106,7 @@ def test_another_file_at_the_same_place_is_read(tmp_path: Path, model: Path) -> 
     assert load_text(model).tokenizer.bos_id == 1
 
 
-def test_facts_of_another_version_are_read_anew(
+def test_a_cache_entry_of_another_version_is_ignored(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load_text(model)
@@ -137,7 +137,7 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
-def test_a_damaged_file_is_made_again(
+def test_a_damaged_cache_file_is_rewritten(
     damage: Callable[[Path], None], model: Path, forbid_reading: Callable[[], None]
 ) -> None:
     fresh = facts(load_text(model))
@@ -147,20 +147,20 @@ def test_a_damaged_file_is_made_again(
     assert facts(load_text(model)) == fresh
 
 
-def test_a_file_that_changed_just_now_is_not_kept(model: Path) -> None:
+def test_a_file_that_changed_just_now_is_not_cached(model: Path) -> None:
     os.utime(model)
     load_text(model)
     assert not list(cache_directory().iterdir())
 
 
-def test_a_model_of_several_files_is_not_kept(tmp_path: Path) -> None:
+def test_a_model_of_several_files_is_not_cached(tmp_path: Path) -> None:
     write_model(tmp_path / "model.gguf", byte_level_metadata(), split_max_tensors=8)
     first = min(tmp_path.glob("model-*.gguf"))
     assert load_text(first).can_chat
     assert not cache_directory().exists()
 
 
-def test_what_was_read_in_an_validation_is_not_read_again(
+def test_the_tokenizer_found_by_validation_is_not_read_again(
     model: Path, forbid_reading: Callable[[], None]
 ) -> None:
     expected = facts(load_text(model))
@@ -170,19 +170,19 @@ def test_what_was_read_in_an_validation_is_not_read_again(
     assert facts(load_text(model)) == expected
 
 
-def test_a_file_that_was_changed_in_an_validation_is_read_again(model: Path) -> None:
+def test_a_file_changed_during_validation_is_read_again(model: Path) -> None:
     validation = Validation(model, VALIDATOR)
     os.utime(model, (10**9, 10**9 + 1))
     assert validation.finish() == b""
 
 
 @pytest.mark.parametrize("found", [b"", b"not facts"])
-def test_an_validation_that_found_nothing_of_use_changes_nothing(model: Path, found: bytes) -> None:
+def test_an_unusable_validation_result_is_ignored(model: Path, found: bytes) -> None:
     keep_text(model, found)
     assert load_text(model).can_chat
 
 
-def test_only_the_newest_are_kept(tmp_path: Path, model: Path) -> None:
+def test_only_the_newest_text_caches_are_kept(tmp_path: Path, model: Path) -> None:
     key = key_of(model)
     load_text(model)
     assert key is not None
@@ -199,7 +199,7 @@ def test_only_the_newest_are_kept(tmp_path: Path, model: Path) -> None:
     assert [cache.read(copy, key) is not None for copy in copies] == [False, False, True, True]
 
 
-def test_a_model_loads_where_nothing_can_be_kept(model: Path) -> None:
+def test_a_model_loads_where_the_cache_cannot_be_written(model: Path) -> None:
     cache_directory().parent.mkdir(parents=True)
     cache_directory().touch()  # a file where the folder should be
     assert load_text(model).can_chat

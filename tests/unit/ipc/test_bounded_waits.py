@@ -7,7 +7,7 @@ syntax trees of all modules that start, watch or end processes.
 import ast
 from collections.abc import Iterator
 
-from tests.support.references.source_trees import ROOT, Source, sources
+from engine_tools.source_trees import ROOT, Source, sources
 
 SUPERVISORS = (
     "engine.backends.process",
@@ -101,7 +101,7 @@ def test_every_wait_of_a_supervisor_has_a_bound():
     assert set(found) == set(ENDED_BY), "some of these waits are gone"
 
 
-def test_the_rule_sees_waits_without_bounds():
+def test_the_checker_finds_unbounded_waits():
     text = """
 async def unbounded(process, event, future):
     process.wait()

@@ -57,7 +57,7 @@ MESSAGES = [
 
 
 @pytest.mark.parametrize("size", [1, 3, 7, 100_000])
-def test_messages_arrive_as_they_were_sent_however_they_are_cut(size):
+def test_messages_are_decoded_for_any_split_of_the_bytes(size):
     data = b"".join(map(encode_frame, MESSAGES))
     frames: FrameDecoder = FrameDecoder(ToEngine)
     pieces = [data[start : start + size] for start in range(0, len(data), size)]
@@ -74,7 +74,7 @@ async def test_deltas_of_steps_that_arrive_together_are_joined_in_order():
     assert messages == [joined, Fatal("code", "message"), third]
 
 
-def test_a_message_over_the_limit_is_refused_by_its_length_alone():
+def test_an_oversized_frame_is_refused_by_its_length_prefix():
     assert FrameDecoder(ToEngine).feed(LENGTH.pack(MAX_FRAME_BYTES)) == []
     with pytest.raises(EngineError, match="over the limit"):
         FrameDecoder(ToEngine).feed(LENGTH.pack(MAX_FRAME_BYTES + 1))
@@ -85,7 +85,7 @@ def test_a_message_of_another_kind_is_refused():
         FrameDecoder(ToEngine).feed(encode_frame(TokenDelta("r", 0)))
 
 
-def test_a_channel_gives_what_has_come_and_tells_of_the_end():
+def test_a_socket_channel_polls_whole_messages_and_reports_the_end():
     ours, theirs = socket.socketpair()
     channel: SocketChannel = SocketChannel(ours, ToEngine)
     with ours, theirs:
@@ -101,7 +101,7 @@ def test_a_channel_gives_what_has_come_and_tells_of_the_end():
             channel.send(Stop())
 
 
-def test_a_channel_waits_for_a_side_that_does_not_read():
+def test_a_channel_blocks_while_the_other_side_does_not_read():
     ours, theirs = socket.socketpair()
     for sock in (ours, theirs):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
@@ -127,7 +127,7 @@ def test_a_channel_waits_for_a_side_that_does_not_read():
     assert found == messages
 
 
-def test_an_engine_in_a_thread_reads_all_that_waits_for_it():
+def test_a_queue_channel_polls_all_waiting_messages():
     channel = QueueChannel(lambda message: None)
     assert channel.poll(0.0) == []
     for message in MESSAGES:
@@ -137,7 +137,7 @@ def test_an_engine_in_a_thread_reads_all_that_waits_for_it():
     assert channel.poll(30.0) == [MESSAGES[0]]
 
 
-def test_both_sides_see_one_pulse(monkeypatch):
+def test_engine_and_frontend_share_one_heartbeat(monkeypatch):
     now = [5_000_000_000]
     monkeypatch.setattr(heartbeat_module.time, "monotonic_ns", lambda: now[0])
     with heartbeat_file() as file:
@@ -154,7 +154,7 @@ def test_both_sides_see_one_pulse(monkeypatch):
     assert frontend.vitals().silent_s == 0.0
 
 
-def test_a_step_has_stalled_when_it_is_older_than_its_patience():
+def test_a_step_has_stalled_when_it_is_older_than_its_timeout():
     assert not Vitals(None, 1.0, None).is_stalled
     assert not Vitals(1.0, 1.0, None).is_stalled
     assert Vitals(1.1, 1.0, None).is_stalled
@@ -196,7 +196,7 @@ class StalledLoop:
 
 # The script ends the thread by SystemExit.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_stall_is_reported_and_interrupted_once():
+def test_a_stalled_step_is_reported_and_interrupted_once():
     before = signal.getsignal(INTERRUPT_SIGNAL)
     loop = StalledLoop()
     heartbeat = ScriptedHeartbeat(True, True, True, False, True, True)

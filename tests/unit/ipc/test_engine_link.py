@@ -92,7 +92,7 @@ async def test_answers_equal_the_oracle_through_a_process():
     await link.stop()
 
 
-async def test_killed_in_the_middle_every_request_ends_and_the_next_works():
+async def test_killing_the_engine_ends_its_requests_and_the_next_engine_works():
     link = make_link()
     await link.start()
     first_pid = link.pid
@@ -111,7 +111,7 @@ async def test_killed_in_the_middle_every_request_ends_and_the_next_works():
     await link.stop()
 
 
-async def test_a_lost_device_ends_the_requests_and_restarts_the_engine():
+async def test_a_lost_device_ends_open_requests_and_restarts_the_engine():
     link = make_link("fragile")
     await link.start()
     inbox, poison = Inbox(), Inbox()
@@ -124,7 +124,7 @@ async def test_a_lost_device_ends_the_requests_and_restarts_the_engine():
     await link.stop()
 
 
-async def test_stopped_while_it_loads_start_ends_with_an_error(monkeypatch):
+async def test_stopping_while_the_engine_loads_ends_start_with_an_error(monkeypatch):
     monkeypatch.setattr("engine.frontend.engine_client.STOP_GRACE_S", 0.1)
     link = make_link("slow")
     starting = asyncio.create_task(link.start())
@@ -136,7 +136,7 @@ async def test_stopped_while_it_loads_start_ends_with_an_error(monkeypatch):
     assert "stopped" in link.detail
 
 
-async def test_the_log_level_is_that_of_the_engines_process():
+async def test_the_log_level_reaches_the_engine_process():
     link = make_link()
     await link.start()
     before = (await link.set_log_level("error")).message
@@ -144,7 +144,7 @@ async def test_the_log_level_is_that_of_the_engines_process():
     await link.stop()
 
 
-async def test_an_unanswered_control_leaves_nothing_behind(monkeypatch):
+async def test_an_unanswered_control_message_leaves_nothing_behind(monkeypatch):
     monkeypatch.setattr(engine_link, "CONTROL_TIMEOUT_S", 0.05)
     link = make_link()
     await link.start()
@@ -163,7 +163,7 @@ async def test_an_unanswered_control_leaves_nothing_behind(monkeypatch):
     await link.stop()
 
 
-async def test_dying_too_often_it_is_left_down_for_a_while():
+async def test_an_engine_that_dies_too_often_stays_down_for_the_cool_down():
     link = make_link(restarts=RestartPolicy(max_deaths=2, first_delay_s=0.01), cool_down_s=1.0)
     await link.start()
     os.kill(link.pid, signal.SIGKILL)
@@ -177,7 +177,7 @@ async def test_dying_too_often_it_is_left_down_for_a_while():
     await link.stop()
 
 
-async def test_what_keeps_it_from_loading_is_told():
+async def test_the_reason_for_a_failed_load_is_raised_without_internal_details():
     with pytest.raises(ResourceError, match="it does not fit"):
         await make_link("unloadable").start()
     with pytest.raises(EngineError) as caught:
@@ -185,7 +185,7 @@ async def test_what_keeps_it_from_loading_is_told():
     assert "secret detail" not in caught.value.message
 
 
-async def test_a_worker_that_dies_silently_is_a_model_error():
+async def test_an_engine_process_that_dies_silently_is_a_model_error():
     options = EngineOptions(model_path="x", framework="x")
     link = EngineLink(
         lambda on_message, on_exit: ProcessClient("tests.no_such", options, on_message, on_exit),
@@ -206,7 +206,7 @@ async def test_stop_leaves_no_child_and_ends_open_requests():
     assert not child.is_running()
 
 
-async def test_forgotten_requests_free_their_blocks():
+async def test_aborted_requests_free_their_blocks():
     link = make_link()
     await link.start()
     for number in range(5):
@@ -219,7 +219,7 @@ async def test_forgotten_requests_free_their_blocks():
     await link.stop()
 
 
-async def test_the_same_link_holds_an_engine_in_a_thread():
+async def test_an_engine_link_works_with_an_engine_in_a_thread():
     options = EngineOptions(model_path="toy", framework="toy")
     link = EngineLink(
         lambda on_message, on_exit: InlineClient(WORKER, options, on_message), RestartPolicy()
@@ -252,7 +252,7 @@ def test_the_child_does_not_outlive_a_killed_parent():
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
 
 
-def test_backoff_grows_is_capped_and_gives_up():
+def test_restart_backoff_grows_is_capped_and_gives_up():
     now = [0.0]
     policy = RestartPolicy(max_deaths=4, window_s=10, max_delay_s=0.3, clock=lambda: now[0])
     delays = [policy.delay_after_death() for _ in range(3)]
@@ -262,7 +262,7 @@ def test_backoff_grows_is_capped_and_gives_up():
     assert policy.delay_after_death() is not None
 
 
-async def test_a_process_started_ahead_is_the_engine(monkeypatch):
+async def test_a_process_started_ahead_becomes_the_engine(monkeypatch):
     options = EngineOptions(model_path="toy", framework="toy")
     process = EngineProcess(WORKER)
     send, sent = process._send, []
@@ -279,7 +279,7 @@ async def test_a_process_started_ahead_is_the_engine(monkeypatch):
     await link.stop()
 
 
-def test_a_process_that_nobody_needs_can_be_discarded():
+def test_an_unused_engine_process_can_be_discarded():
     process = EngineProcess(WORKER)
     process.discard()
     assert process.process.poll() is not None

@@ -143,7 +143,7 @@ UNTIERED = msgspec.structs.replace(OPTIONS, tiers=None, peers=None)
 SPEC = RunnerSpec(block_size=4, num_blocks=65, max_slots=8, max_seq_len=64, vocab_size=8, depth=0)
 
 
-def test_every_option_is_a_setting_and_none_is_mixed_up():
+def test_every_engine_option_has_its_own_setting():
     secret = {
         "LLM_ENGINE_TIERS__REDIS_URL": "redis://localhost",
         "LLM_ENGINE_SHARDS__TOKEN": "0123456789abcdef",
@@ -161,12 +161,12 @@ def test_every_option_is_a_setting_and_none_is_mixed_up():
     assert same == unset, "an option at its default would not be noticed"
 
 
-def test_without_survive_nothing_is_revived():
+def test_without_survive_no_request_is_revived():
     settings = load_settings(None, {"server.survive": False}, {}).settings
     assert engine_options(settings, "toy").max_revivals == 0
 
 
-def test_options_cross_to_the_engines_process_as_they_are():
+def test_engine_options_survive_serialization():
     sent = msgspec.msgpack.encode(OPTIONS)
     assert msgspec.msgpack.decode(sent, type=EngineOptions) == OPTIONS
 
@@ -186,9 +186,7 @@ GIB = 2**30
         ("jax", "cuda:0", 139, 2, (64, 2048)),
     ],
 )
-def test_sizes_that_settings_leave_open_fit_the_device(
-    framework, device, free_gib, num_cpus, sizes
-):
+def test_unset_sizes_are_chosen_by_the_device(framework, device, free_gib, num_cpus, sizes):
     settings = load_settings(None, {"model.model_path": "m.gguf"}, {}).settings
     options = engine_options(settings, framework)
     planned = options.planned(device, free_gib * GIB, num_cpus)
@@ -197,7 +195,7 @@ def test_sizes_that_settings_leave_open_fit_the_device(
     assert planned.cache_bytes is None
 
 
-def test_given_sizes_are_kept_and_the_others_agree_with_them():
+def test_given_sizes_are_kept_and_derived_sizes_agree():
     alone = msgspec.structs.replace(OPTIONS, tensor_parallel_size=1, pipeline_parallel_size=1)
     assert alone.planned("cuda:0", 139 * GIB, 2) == alone
     sizes = {"pool_bytes": OPTIONS.pool_bytes // 6, "cache_bytes": OPTIONS.cache_bytes // 6}
@@ -209,7 +207,7 @@ def test_given_sizes_are_kept_and_the_others_agree_with_them():
     assert many.planned("cpu", 20 * GIB, 2).max_batch_tokens == 4096
 
 
-def test_a_runner_is_told_what_was_planned():
+def test_the_memory_plan_reaches_the_runner_config():
     plan = MemoryPlan(1, 2, num_blocks=55, max_slots=6, max_seq_len=77, bytes_per_token=1, notes=())
     config = runner_config(OPTIONS, DeviceInfo("cpu:1", "bfloat16", 0), plan)
     assert config == RunnerConfig(
@@ -234,7 +232,7 @@ def test_a_runner_is_told_what_was_planned():
     )
 
 
-def test_the_cache_is_bounded_as_asked_for():
+def test_cache_bytes_bound_the_prefix_cache():
     options = msgspec.structs.replace(OPTIONS, cache_enabled=True, cache_bytes=1000)
     kv = worker.build_scheduler(SPEC, options, bytes_per_token=10).kv
     assert kv.sharing and kv.pool.num_blocks == 65 and kv.block_size == 4
@@ -251,7 +249,7 @@ def test_the_cache_is_bounded_as_asked_for():
     assert kv._max_cached_blocks is None and kv.target_blocks == 224 // 4
 
 
-def test_a_step_is_no_larger_than_the_runner_gains_by():
+def test_a_step_is_no_larger_than_the_runner_benefits_from():
     for most, expected in ((None, 1111), (500, 500), (5000, 1111)):
         spec = replace(SPEC, max_step_tokens=most)
         loop = worker.build_loop(ToyRunner(spec), UNTIERED, 10, SimpleNamespace())
@@ -259,7 +257,7 @@ def test_a_step_is_no_larger_than_the_runner_gains_by():
 
 
 @pytest.mark.parametrize("is_usable", [True, False])
-def test_the_vocabulary_is_loaded_once_and_before_an_engine_is_ready(is_usable):
+def test_the_grammar_vocabulary_is_loaded_once_before_the_engine_is_ready(is_usable):
     """A model without a usable one is served all the same."""
     loads: list[int] = []
 
@@ -283,7 +281,7 @@ def test_the_vocabulary_is_loaded_once_and_before_an_engine_is_ready(is_usable):
     assert isinstance(sent[0], Ready) and loads == [0]
 
 
-def test_what_is_cached_of_a_model_gives_the_same_vocabulary(default_model: Path):
+def test_the_cached_tokenizer_gives_the_same_grammar_vocabulary(default_model: Path):
     options = msgspec.structs.replace(OPTIONS, model_path=str(default_model))
     text = load_text(default_model)  # it is cached from now on
     assert TextCache().read(default_model, key_of(default_model)) is not None
@@ -293,7 +291,7 @@ def test_what_is_cached_of_a_model_gives_the_same_vocabulary(default_model: Path
     assert found.encode("Hello there") == expected.encode("Hello there")
 
 
-def test_an_engine_says_what_it_holds_once_it_is_warm(monkeypatch):
+def test_the_engine_reports_its_memory_after_warm_up(monkeypatch):
     sent: list = []
     runner = ToyRunner(SPEC)
     inbox = [[GenerateRequest(request_id="r", prompt=(1,), params=SamplingParams())], [Stop()]]

@@ -53,7 +53,7 @@ async def learn(link) -> None:
     assert (await ask(link, 1)).tokens == expected(1)
 
 
-def test_a_hung_step_is_interrupted_even_if_its_state_cannot_be_told():
+def test_a_hung_step_is_interrupted_even_if_describing_the_loop_fails():
     vitals = SimpleNamespace(is_stalled=False)
     beats = SimpleNamespace(tick=lambda: None, vitals=lambda: vitals)
     before = signal.getsignal(INTERRUPT_SIGNAL)
@@ -68,7 +68,7 @@ def test_a_hung_step_is_interrupted_even_if_its_state_cannot_be_told():
         signal.signal(INTERRUPT_SIGNAL, before)
 
 
-async def test_a_frozen_engine_is_seen_also_when_idle_and_goes_on_when_woken(hasty):
+async def test_an_idle_frozen_engine_is_detected_and_continues_after_sigcont(hasty):
     link = make_link()
     await link.start()
     os.kill(link.pid, signal.SIGSTOP)
@@ -81,7 +81,7 @@ async def test_a_frozen_engine_is_seen_also_when_idle_and_goes_on_when_woken(has
 
 
 @pytest.mark.slow
-async def test_frozen_at_work_it_loses_nothing_when_woken(hasty):
+async def test_an_engine_frozen_during_a_step_loses_nothing_after_sigcont(hasty):
     link = make_link()
     await link.start()
     inbox = Inbox()
@@ -109,7 +109,7 @@ async def test_an_engine_that_stays_frozen_is_killed_and_its_request_continues(h
     await link.stop()
 
 
-async def test_an_engine_that_is_stopped_again_and_again_is_replaced(hasty):
+async def test_an_engine_that_is_stopped_repeatedly_is_replaced(hasty):
     """Each time it is woken it ticks once, and its requests would wait for ever."""
     link = make_link(max_revivals=8)
     await link.start()
@@ -142,7 +142,7 @@ async def freeze_the_next_load(link, after_s: float) -> int:
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.2])
-async def test_an_engine_that_is_frozen_while_it_loads_is_woken(hasty, after_s):
+async def test_an_engine_frozen_while_loading_gets_sigcont(hasty, after_s):
     """Also before it has imported its modules, when it knows no signal."""
     link = make_link(max_revivals=8)
     await link.start()
@@ -157,7 +157,7 @@ async def test_an_engine_that_is_frozen_while_it_loads_is_woken(hasty, after_s):
     await link.stop()
 
 
-async def test_an_engine_that_stays_frozen_while_it_loads_is_replaced(hasty, monkeypatch):
+async def test_an_engine_that_stays_frozen_while_loading_is_replaced(hasty, monkeypatch):
     monkeypatch.setattr(ProcessClient, "wake", lambda self: None)
     link = make_link(max_revivals=8)
     await link.start()
@@ -171,7 +171,7 @@ async def test_an_engine_that_stays_frozen_while_it_loads_is_replaced(hasty, mon
     await link.stop()
 
 
-async def test_a_first_load_that_stays_frozen_ends_the_start_and_says_why(hasty, monkeypatch):
+async def test_a_first_load_that_stays_frozen_ends_start_with_the_reason(hasty, monkeypatch):
     monkeypatch.setattr(ProcessClient, "wake", lambda self: None)
     link = make_link("slow")
     starting = asyncio.create_task(link.start())
@@ -182,7 +182,7 @@ async def test_a_first_load_that_stays_frozen_ends_the_start_and_says_why(hasty,
     await link.stop()
 
 
-async def test_an_engine_whose_frontend_does_not_read_waits_and_loses_nothing(monkeypatch, capfd):
+async def test_an_engine_whose_frontend_does_not_read_waits_without_loss(monkeypatch, capfd):
     """As while the frontend is stopped. It is no step that hangs."""
 
     def socketpair() -> tuple[socket.socket, socket.socket]:
@@ -210,7 +210,7 @@ async def test_an_engine_whose_frontend_does_not_read_waits_and_loses_nothing(mo
     await link.stop()
 
 
-async def test_a_wait_that_never_ends_is_interrupted_and_repeated(plan, capfd):
+async def test_a_device_wait_that_never_ends_is_interrupted_and_repeated(plan, capfd):
     plan(Fault("forward", "sleep", at=8, seconds=60.0))
     link = make_link("impatient")
     await link.start()
@@ -222,7 +222,7 @@ async def test_a_wait_that_never_ends_is_interrupted_and_repeated(plan, capfd):
     await link.stop()
 
 
-async def test_a_request_that_hangs_every_time_fails_alone(plan):
+async def test_a_request_that_always_hangs_fails_alone(plan):
     unused = min(set(range(3, 20)) - set(expected(2, 10)))
     plan(Fault("forward", "sleep", times=1 << 30, seconds=60.0, within=unused))
     link = make_link("impatient")
@@ -238,7 +238,7 @@ async def test_a_request_that_hangs_every_time_fails_alone(plan):
 
 
 @pytest.mark.slow
-async def test_a_kernel_that_hangs_is_ended_with_its_process(monkeypatch):
+async def test_a_hanging_kernel_is_ended_by_killing_the_process(monkeypatch):
     link = make_link("stuck")
     await link.start()
     await learn(link)
@@ -253,7 +253,7 @@ async def test_a_kernel_that_hangs_is_ended_with_its_process(monkeypatch):
     await link.stop()
 
 
-async def test_a_slow_step_is_no_trouble(hasty, plan):
+async def test_a_slow_step_raises_no_alarm(hasty, plan):
     """Longer than a frozen process may be silent, shorter than what can't be honest."""
     plan(Fault("forward", "sleep", at=6, seconds=2.5))
     link = make_link()

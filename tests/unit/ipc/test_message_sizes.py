@@ -61,7 +61,7 @@ def request(name: str = "r", **fields: Any) -> GenerateRequest:
     return GenerateRequest(request_id=name, prompt=(1, 2), params=SamplingParams(), **fields)
 
 
-def test_every_framing_is_known() -> None:
+def test_every_module_with_message_framing_is_in_the_table() -> None:
     root = Path(engine.__file__).parent
     framing = re.compile(r"\b(_?LENGTHS?|_BELL)\.pack\(|\bstruct\.pack\(|len\(\w+\)\.to_bytes\(")
     processes = ("ipc", "routing", "servers", "core/shards", "plugins", "runtime")
@@ -115,7 +115,7 @@ def test_a_request_that_is_too_large_is_a_client_error(limit: int) -> None:
     assert [each.request_id for each in sent] == ["small"]
 
 
-async def test_a_request_that_grew_too_large_ends_alone_when_it_is_revived(limit: int) -> None:
+async def test_a_revived_request_that_is_too_large_fails_alone(limit: int) -> None:
     ended: dict[str, Any] = {}
     sent: list[str] = []
 
@@ -139,7 +139,7 @@ async def test_a_request_that_grew_too_large_ends_alone_when_it_is_revived(limit
     assert isinstance(ended["more"], PayloadTooLargeError)
 
 
-async def test_a_node_stays_when_a_request_is_too_large(limit: int) -> None:
+async def test_a_node_stays_connected_when_a_request_is_too_large(limit: int) -> None:
     async with routed(NoEngine()) as server, node(server):
         with pytest.raises(PayloadTooLargeError, match="may have"):
             await server.ask((1, 2, 3), salt="x" * limit)
@@ -147,7 +147,7 @@ async def test_a_node_stays_when_a_request_is_too_large(limit: int) -> None:
         assert server.names == ["node"]
 
 
-async def test_a_node_refuses_alone_what_its_engine_can_not_be_sent() -> None:
+async def test_a_node_refuses_a_request_that_is_too_large_for_its_engine() -> None:
     def submit(*_: object) -> None:
         raise PayloadTooLargeError("too large")
 
@@ -165,7 +165,7 @@ async def test_a_node_refuses_alone_what_its_engine_can_not_be_sent() -> None:
     assert session.num_open == 0
 
 
-async def test_a_result_that_a_slow_connection_can_not_take_fails_alone() -> None:
+async def test_a_result_too_large_for_a_slow_connection_fails_alone() -> None:
     forgotten: list[Any] = []
     link = SimpleNamespace(forget=lambda *each: forgotten.append(each), done=lambda name: None)
     session = Session(link, 1, asyncio.get_running_loop().create_future(), lambda: None)
@@ -181,7 +181,7 @@ async def test_a_result_that_a_slow_connection_can_not_take_fails_alone() -> Non
     assert second == TokenDelta("small", 0, (5,))
 
 
-async def test_a_writers_pipe_refuses_what_is_too_large_and_cuts_answers(limit: int) -> None:
+async def test_an_http_workers_pipe_refuses_large_messages_and_splits_answers(limit: int) -> None:
     ours, theirs = socket.socketpair()
     received: list[Any] = []
     one: Pipe[Any] = Pipe(Abort, received.append, lambda: None)
@@ -200,7 +200,7 @@ async def test_a_writers_pipe_refuses_what_is_too_large_and_cuts_answers(limit: 
 
 
 @pytest.mark.parametrize("is_direct", [False, True])
-async def test_an_answer_of_any_size_reaches_its_writer_in_messages(is_direct: bool) -> None:
+async def test_an_answer_of_any_size_reaches_its_http_worker_in_messages(is_direct: bool) -> None:
     """Both ways in which an application writes its answer."""
     sent: list[Any] = []
     writer = object.__new__(Writer)  # its process is not needed
@@ -219,7 +219,7 @@ async def test_an_answer_of_any_size_reaches_its_writer_in_messages(is_direct: b
     assert all(encode_frame(each) for each in sent)
 
 
-def test_a_frame_of_shards_that_is_too_large_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shard_frame_that_is_too_large_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_module, "MAX_FRAME_BYTES", LIMIT)
     listening = socket.create_server(("127.0.0.1", 0))
     ours = socket.create_connection(listening.getsockname())

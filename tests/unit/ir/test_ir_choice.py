@@ -42,7 +42,7 @@ def by_part(**layouts: str) -> Callable[[str], str]:
 
 
 @pytest.mark.parametrize("layout", QUANTIZED)
-def test_quantized_weights(layout: str) -> None:
+def test_matmul_kernels_for_quantized_weights(layout: str) -> None:
     assert matmul_kernel(layout, PLAIN, STORED) == Kernel("int8", "int8_outliers")
     assert matmul_kernel(layout, ARM, STORED) == Kernel("int8", "int8_outliers")
     assert matmul_kernel(layout, ARM, STORED, few_rows=True) == Kernel("int8", "int8_outliers")
@@ -50,7 +50,7 @@ def test_quantized_weights(layout: str) -> None:
     assert matmul_kernel(layout, WITH_TILES, STORED) == Kernel("int8", "bf16")
 
 
-def test_what_only_logits_read_is_one_row_of_a_prompt_as_of_a_generated_token() -> None:
+def test_layers_that_only_logits_read_use_the_decode_kernel_in_prefill() -> None:
     made = plan(build_graph(CONFIGS["llama"]), Capacity(64, 8), WITH_TILES, by_part())
     *tokens, out, gate_up, down, head = linears(made)
     assert {step.kernel for step in tokens} == {Kernel("int8", "bf16")}
@@ -58,26 +58,26 @@ def test_what_only_logits_read_is_one_row_of_a_prompt_as_of_a_generated_token() 
 
 
 @pytest.mark.parametrize("layout", HALVES)
-def test_weights_of_two_bytes(layout: str) -> None:
+def test_matmul_kernels_for_16_bit_weights(layout: str) -> None:
     assert matmul_kernel(layout, PLAIN, STORED) == FLOAT
     assert matmul_kernel(layout, WITH_BF16, STORED) == Kernel("f32", "bf16")
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_float_weights_and_exact_precision_are_float_everywhere(machine: Machine) -> None:
+def test_float_weights_and_exact_precision_use_float_kernels(machine: Machine) -> None:
     assert matmul_kernel("F32", machine, STORED) == FLOAT
     for layout in (*QUANTIZED, *HALVES, "F32"):
         assert matmul_kernel(layout, machine, EXACT) == FLOAT
 
 
-def test_prompts_attend_in_tiles_over_the_cache_that_tiles_read() -> None:
+def test_prefill_attention_uses_amx_tiles_only_with_a_bf16_cache() -> None:
     assert attention_kernel(WITH_TILES, STORED) == Kernel("f32", "bf16")
     assert attention_kernel(WITH_TILES, Precision(kv_type="int8")) == FLOAT
     assert attention_kernel(WITH_TILES, EXACT) == FLOAT
     assert attention_kernel(WITH_BF16, STORED) == attention_kernel(PLAIN, STORED) == FLOAT
 
 
-def test_every_step_carries_its_choice() -> None:
+def test_every_plan_step_carries_its_chosen_kernel() -> None:
     """A file as they are often made: the head wider than the rest, one part of each layer too."""
     layout_of = by_part(head="Q8", v="F16", embed="F32")
     made = plan(build_graph(CONFIGS["qwen2"]), Capacity(8, 8), WITH_TILES, layout_of)
@@ -96,7 +96,9 @@ def test_every_step_carries_its_choice() -> None:
 
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("precision", [STORED, EXACT])
-def test_the_size_of_a_step_chooses_no_kernel(machine: Machine, precision: Precision) -> None:
+def test_the_kernel_choice_does_not_depend_on_the_step_size(
+    machine: Machine, precision: Precision
+) -> None:
     graph = build_graph(CONFIGS["llama"])
     one, many = (
         plan(graph, Capacity(tokens, tokens), machine, by_part(down="Q8M"), precision)
@@ -105,7 +107,7 @@ def test_the_size_of_a_step_chooses_no_kernel(machine: Machine, precision: Preci
     assert [step.kernel for step in linears(one)] == [step.kernel for step in linears(many)]
 
 
-def test_claims_share_work_and_are_worth_their_price() -> None:
+def test_work_claims_are_shared_evenly_and_large_enough() -> None:
     config = replace(CONFIGS["llama"], hidden_size=576, intermediate_size=1536, vocab_size=49152)
     graph = build_graph(config)
     alone, few, many = (plan(graph, Capacity(tokens, tokens), PLAIN) for tokens in (1, 8, 512))

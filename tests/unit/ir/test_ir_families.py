@@ -26,7 +26,7 @@ from tests.support.references.ir_driver import CONFIGS, Driver, new_state, rando
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_graphs_need_the_weights_of_the_architecture(config: ModelConfig) -> None:
+def test_graph_weights_equal_the_architectures_tensors(config: ModelConfig) -> None:
     graph = build_graph(config)
     specs = architecture(config.family).tensors(config)
     wanted = {spec.name: spec.shape for spec in specs if not spec.optional}
@@ -101,7 +101,7 @@ MIXES = {
 
 
 @pytest.mark.parametrize("changes", MIXES.values(), ids=MIXES)
-def test_parts_of_families_can_be_mixed(changes: dict[str, Any]) -> None:
+def test_features_of_different_families_can_be_combined_in_a_graph(changes: dict[str, Any]) -> None:
     config = replace(CONFIGS["qwen3"], family="madeup", **changes)
     graph = build_graph(config)
     weights = random_weights(graph)
@@ -128,7 +128,7 @@ def test_encoders_have_no_graph() -> None:
         build_graph(replace(CONFIGS["gpt2"], family="bert", encoder=encoder))
 
 
-def test_what_no_step_does_is_refused_by_its_node() -> None:
+def test_a_node_that_no_plan_step_computes_is_refused() -> None:
     """A multiplier on a normed output: no family has it."""
     config = replace(CONFIGS["olmo2"], residual_multiplier=0.5)
     with pytest.raises(GraphError, match="layers.0.attn_scaled: scale: is part of no fusion"):

@@ -46,7 +46,7 @@ def logits(graph: Graph, config: ModelConfig) -> F32:
 
 @pytest.mark.parametrize("each", fusion.PASSES, ids=lambda each: each.__name__)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_results_are_unchanged(each: Pass, name: str) -> None:
+def test_each_fusion_pass_keeps_the_results(each: Pass, name: str) -> None:
     config = CONFIGS[name]
     before = passes_before(each, build_graph(config))
     after = each(before)
@@ -74,7 +74,9 @@ def test_results_are_unchanged(each: Pass, name: str) -> None:
         (fusion.fuse_residuals, "llama", {"add": 4, "linear": 4}, 4),
     ],
 )
-def test_each_pass_fuses(each: Pass, name: str, gone: dict[str, int], made: int) -> None:
+def test_each_fusion_pass_replaces_the_expected_nodes(
+    each: Pass, name: str, gone: dict[str, int], made: int
+) -> None:
     before = passes_before(each, build_graph(CONFIGS[name]))
     after = each(before)
     old = {node.name: node for node in before.nodes}
@@ -87,7 +89,7 @@ def test_each_pass_fuses(each: Pass, name: str, gone: dict[str, int], made: int)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_node_is_done_by_exactly_one(name: str) -> None:
+def test_every_graph_node_is_computed_by_exactly_one_fused_node(name: str) -> None:
     graph = build_graph(CONFIGS[name])
     fused = fusion.fuse(graph)
     assert set(ops(fused)) <= {
@@ -100,7 +102,7 @@ def test_every_node_is_done_by_exactly_one(name: str) -> None:
     assert norms <= {each for node in fused.nodes for each in node.origin}
 
 
-def test_a_norm_that_others_read_stays() -> None:
+def test_a_norm_with_other_readers_is_not_fused() -> None:
     builder = GraphBuilder()
     builder.input("x", ("T", 8))
     builder.weight("n", 8)
@@ -134,7 +136,7 @@ def test_a_graph_input_is_not_overwritten() -> None:
     assert fusion.fuse_residuals(graph) == graph
 
 
-def test_a_product_that_others_read_keeps_its_node() -> None:
+def test_a_matmul_with_other_readers_is_not_fused() -> None:
     builder = GraphBuilder()
     builder.input("x", ("T", 8))
     builder.weight("w", 8, 8)
@@ -144,7 +146,7 @@ def test_a_product_that_others_read_keeps_its_node() -> None:
     assert fusion.fuse(graph) == graph
 
 
-def test_turned_values_are_not_what_a_rope_write_does() -> None:
+def test_rotated_values_do_not_match_the_rope_write_fusion() -> None:
     """Values that are turned like keys: no family has them, so the pattern must not match."""
     graph = passes_before(fusion.fuse_rope_writes, build_graph(CONFIGS["llama"]))
     rotation = graph.node("layers.0.attn.k_rope")
@@ -162,7 +164,7 @@ def test_turned_values_are_not_what_a_rope_write_does() -> None:
 
 
 @pytest.mark.parametrize("name", ["layers.0.attn.k_norm", "layers.0.attn.k_rope"])
-def test_queries_and_keys_that_are_treated_differently_are_not_written_together(name: str) -> None:
+def test_queries_and_keys_with_different_rope_are_not_fused(name: str) -> None:
     """A rope write has one epsilon and one number of turned values."""
     graph = passes_before(fusion.fuse_rope_writes, build_graph(CONFIGS["qwen3"]))
     node = graph.node(name)
@@ -174,7 +176,7 @@ def test_queries_and_keys_that_are_treated_differently_are_not_written_together(
 
 
 @pytest.mark.parametrize("swapped", [False, True])
-def test_a_gate_is_found_on_either_side(swapped: bool) -> None:
+def test_a_gate_is_fused_on_either_side_of_the_product(swapped: bool) -> None:
     builder = GraphBuilder()
     builder.input("x", ("T", 8))
     for name in ("gate", "up"):
@@ -193,7 +195,7 @@ def test_a_gate_is_found_on_either_side(swapped: bool) -> None:
     np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
-def test_products_of_different_rows_are_not_stacked() -> None:
+def test_matmuls_of_different_inputs_are_not_stacked() -> None:
     """Gate and up read different values here, so one pass over the rows cannot serve both."""
     builder = GraphBuilder()
     for name in ("x", "y"):
@@ -207,7 +209,7 @@ def test_products_of_different_rows_are_not_stacked() -> None:
     assert "mul" in ops(fusion.fuse(graph))
 
 
-def test_joined_names() -> None:
+def test_joined_name_merges_the_last_parts() -> None:
     assert fusion.joined_name(["layers.0.mlp.gate", "layers.0.mlp.up"]) == "layers.0.mlp.gate_up"
     assert fusion.joined_name(["a", "b.c"]) == "a_b.c"
     assert fusion.joined_name(["only.one"]) == "only.one"

@@ -39,7 +39,7 @@ def test_every_family_builds_a_valid_graph(config: ModelConfig) -> None:
     assert graph.node(graph.outputs[0]).value == Value(("R", VOCAB))
 
 
-def test_shapes_follow_from_the_config(graph: Graph) -> None:
+def test_graph_shapes_follow_the_config(graph: Graph) -> None:
     config = CONFIGS["llama"]
     assert graph.node("embed").value == Value(("T", config.hidden_size))
     assert graph.node("layers.0.attn.q_rope").value == Value(("T", 48))
@@ -49,23 +49,23 @@ def test_shapes_follow_from_the_config(graph: Graph) -> None:
     assert graph.node("layers.1.mlp.gated").value == Value(("R", config.intermediate_size))
 
 
-def test_unknown_op(graph: Graph) -> None:
+def test_an_unknown_op_is_refused(graph: Graph) -> None:
     error = refusal(changed(graph, BROKEN, op="matmul"))
     assert error.node == BROKEN and "unknown op 'matmul'" in str(error)
 
 
-def test_attributes_of_another_op(graph: Graph) -> None:
+def test_attributes_of_another_op_are_refused(graph: Graph) -> None:
     error = refusal(changed(graph, BROKEN, attributes=Normalize(1e-5)))
     assert error.node == BROKEN and "must be NoAttributes, found Normalize" in str(error)
 
 
 @pytest.mark.parametrize("eps", ["1e-5", 1, None, True])
-def test_an_attribute_of_the_wrong_type(graph: Graph, eps: Any) -> None:
+def test_an_attribute_of_the_wrong_type_is_refused(graph: Graph, eps: Any) -> None:
     error = refusal(changed(graph, "layers.0.mlp_norm", attributes=Normalize(eps)))
     assert error.node == "layers.0.mlp_norm" and "'eps' must be float" in str(error)
 
 
-def test_optional_attributes_take_none_and_nothing_else() -> None:
+def test_optional_attributes_accept_none_or_their_type() -> None:
     graph = build_graph(CONFIGS["mistral"])
     name = "layers.0.attn.heads"
     attributes = graph.node(name).attributes
@@ -74,71 +74,71 @@ def test_optional_attributes_take_none_and_nothing_else() -> None:
     assert error.node == name and "'window'" in str(error)
 
 
-def test_inputs_that_do_not_fit(graph: Graph) -> None:
+def test_inputs_that_do_not_fit_are_refused(graph: Graph) -> None:
     error = refusal(changed(graph, BROKEN, inputs=("layers.1.mlp_norm",)))
     assert error.node == BROKEN and "does not take rows of 40" in str(error)
 
 
-def test_too_many_inputs(graph: Graph) -> None:
+def test_too_many_inputs_are_refused(graph: Graph) -> None:
     node = graph.node(BROKEN)
     error = refusal(changed(graph, BROKEN, inputs=node.inputs * 2))
     assert error.node == BROKEN and "takes 1 inputs, found 2" in str(error)
 
 
-def test_a_value_that_is_not_what_the_node_makes(graph: Graph) -> None:
+def test_a_declared_value_that_differs_from_the_inferred_one_is_refused(graph: Graph) -> None:
     error = refusal(changed(graph, BROKEN, value=Value(("T", 41))))
     assert error.node == BROKEN and "f32[R, 40]" in str(error) and "f32[T, 41]" in str(error)
 
 
-def test_a_weight_of_another_shape(graph: Graph) -> None:
+def test_a_weight_of_another_shape_is_refused(graph: Graph) -> None:
     weights = {**graph.weights, f"{BROKEN}.weight": Value((40, 55))}
     error = refusal(replace(graph, weights=weights))
     assert error.node == BROKEN and "[40, 55]" in str(error)
 
 
-def test_use_before_definition(graph: Graph) -> None:
+def test_a_value_used_before_its_definition_is_refused(graph: Graph) -> None:
     error = refusal(replace(graph, nodes=graph.nodes[::-1]))
     assert error.node == "logits" and "'norm' is used before its definition" in str(error)
 
 
-def test_a_value_that_nobody_defines(graph: Graph) -> None:
+def test_an_undefined_value_is_refused(graph: Graph) -> None:
     error = refusal(changed(graph, BROKEN, inputs=("layers.9.mlp.gated",)))
     assert error.node == BROKEN and "not defined anywhere" in str(error)
 
 
-def test_missing_weight(graph: Graph) -> None:
+def test_a_missing_weight_is_refused(graph: Graph) -> None:
     weights = {name: each for name, each in graph.weights.items() if name != f"{BROKEN}.weight"}
     error = refusal(replace(graph, weights=weights))
     assert error.node == BROKEN and f"no weight '{BROKEN}.weight'" in str(error)
 
 
 @pytest.mark.parametrize("name", ["layers.0.mlp.down", "token_ids", "norm.weight"])
-def test_duplicate_name(graph: Graph, name: str) -> None:
+def test_a_duplicate_node_name_is_refused(graph: Graph, name: str) -> None:
     error = refusal(changed(graph, BROKEN, name=name))
     assert error.node == name and "taken" in str(error)
 
 
-def test_dangling_value(graph: Graph) -> None:
+def test_an_unused_value_is_refused(graph: Graph) -> None:
     extra = Node("lonely", "silu", ("embed",), (), NoAttributes(), graph.node("embed").value)
     error = refusal(replace(graph, nodes=(*graph.nodes, extra)))
     assert error.node == "lonely" and "nothing uses" in str(error)
 
 
 @pytest.mark.parametrize("part", ["inputs", "weights"])
-def test_what_is_declared_must_be_used(graph: Graph, part: str) -> None:
+def test_unused_inputs_and_weights_are_refused(graph: Graph, part: str) -> None:
     error = refusal(replace(graph, **{part: {**getattr(graph, part), "spare": Value((40,))}}))
     assert error.node == "spare"
 
 
-def test_no_output(graph: Graph) -> None:
+def test_a_graph_without_output_is_refused(graph: Graph) -> None:
     assert "has no output" in str(refusal(replace(graph, outputs=())))
 
 
-def test_an_output_that_nobody_makes(graph: Graph) -> None:
+def test_an_undefined_output_is_refused(graph: Graph) -> None:
     assert refusal(replace(graph, outputs=("logits", "states"))).node == "states"
 
 
-def test_the_builder_refuses_at_once() -> None:
+def test_the_graph_builder_refuses_invalid_nodes_at_once() -> None:
     builder = GraphBuilder()
     builder.input("x", ("T", 24))
     builder.weight("norm", 12)

@@ -27,13 +27,13 @@ def value(array: Array) -> Value:
     return Value(array.shape, KINDS[array.dtype.name])
 
 
-def test_the_table_has_every_op() -> None:
+def test_the_op_table_has_every_op() -> None:
     assert OPS.keys() >= PROMISED
     assert all(name == op.name for name, op in OPS.items())
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)
-def test_the_inferred_shape_is_that_of_the_reference(op: Op) -> None:
+def test_inferred_shapes_equal_the_reference_results(op: Op) -> None:
     seen = set()
     for example in examples(op):
         assert attribute_fault(example.attributes, op.attributes) is None
@@ -50,7 +50,7 @@ def test_the_inferred_shape_is_that_of_the_reference(op: Op) -> None:
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)
-def test_examples_repeat_with_their_seed(op: Op) -> None:
+def test_op_examples_are_reproducible_by_seed(op: Op) -> None:
     for first, second in zip(examples(op, 7), examples(op, 7), strict=True):
         assert first.attributes == second.attributes
         pairs = zip(first.inputs + first.weights, second.inputs + second.weights, strict=True)
@@ -59,7 +59,7 @@ def test_examples_repeat_with_their_seed(op: Op) -> None:
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)
-def test_tolerances_catch_an_error_that_matters(op: Op) -> None:
+def test_tolerances_reject_a_relevant_error(op: Op) -> None:
     """A tenth of the values' size is refused by every numerics of every op."""
     rng = np.random.default_rng(3)
     for example in examples(op):
@@ -72,7 +72,7 @@ def test_tolerances_catch_an_error_that_matters(op: Op) -> None:
             assert not tolerance.accepts(wrong, result)
 
 
-def test_tolerance_refuses_what_is_not_finite() -> None:
+def test_tolerance_rejects_nonfinite_values() -> None:
     expected = np.ones((2, 3), np.float32)
     for bad in (np.nan, np.inf):
         wrong = expected.copy()
@@ -81,7 +81,7 @@ def test_tolerance_refuses_what_is_not_finite() -> None:
     assert not Tolerance(1.0).accepts(expected[:1], expected)
 
 
-def test_linear_costs_two_flops_per_weight_and_row() -> None:
+def test_linear_costs_two_flops_per_weight_and_token() -> None:
     op = OPS["linear"]
     values = [Value(("T", 64))], [Value((128, 64)), Value((128,))]
     cost = op.cost(None, *values, Counts(tokens=5, logits=1))
@@ -89,7 +89,7 @@ def test_linear_costs_two_flops_per_weight_and_row() -> None:
     assert cost.bytes == 4 * (5 * 64 + 128 * 64 + 128 + 5 * 128)
 
 
-def test_embedding_reads_the_rows_asked_for_alone() -> None:
+def test_embedding_cost_counts_only_the_rows_read() -> None:
     cost = OPS["embed"].cost(
         None, [Value(("T",), "i32")], [Value((10_000, 64))], Counts(tokens=3, logits=1)
     )
@@ -97,7 +97,7 @@ def test_embedding_reads_the_rows_asked_for_alone() -> None:
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)
-def test_cost_grows_with_tokens(op: Op) -> None:
+def test_op_cost_grows_with_tokens(op: Op) -> None:
     """Generated values have numbers for T, so the letter is put back first."""
     example = next(examples(op))
     rows = len(example.inputs[0]) if op.name != "kv_write" else len(example.inputs[1])
@@ -119,7 +119,7 @@ def test_cost_grows_with_tokens(op: Op) -> None:
     assert costs[0].flops <= costs[1].flops
 
 
-def test_attention_by_hand() -> None:
+def test_reference_attention_matches_a_hand_computed_example() -> None:
     """Two keys, one query head: softmax of two scores; the window hides the older key."""
     q = np.array([[[1.0, 0.0]]], np.float32)
     k = np.array([[[2.0, 0.0]], [[0.0, 5.0]]], np.float32)
@@ -132,7 +132,7 @@ def test_attention_by_hand() -> None:
     np.testing.assert_allclose(out[0, 0], [0, 10], rtol=1e-6)
 
 
-def test_paged_attention_equals_each_sequence_alone() -> None:
+def test_paged_attention_equals_attention_of_each_sequence_alone() -> None:
     for example in examples(OPS["attention"]):
         attributes = example.attributes
         queries, cache, positions, row_of, tables, *ends = example.inputs
@@ -154,7 +154,7 @@ def test_paged_attention_equals_each_sequence_alone() -> None:
             np.testing.assert_array_equal(together[mine], alone.reshape(mine.sum(), -1))
 
 
-def test_rope_keeps_lengths_and_depends_on_distance_alone() -> None:
+def test_rope_keeps_vector_lengths_and_depends_only_on_distance() -> None:
     rng = np.random.default_rng(1)
     q, k = rng.normal(size=(2, 1, 1, 16)).astype(np.float32)
     frequencies = 0.3 ** np.arange(8)

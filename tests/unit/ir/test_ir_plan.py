@@ -76,7 +76,7 @@ def config(request: pytest.FixtureRequest) -> ModelConfig:
     return CONFIGS[request.param]
 
 
-def test_plan_equals_graph(config: ModelConfig) -> None:
+def test_plan_logits_equal_graph_logits(config: ModelConfig) -> None:
     tokens = text(23)
     expected = whole_logits(runner(config), config, tokens)
     found = whole_logits(runner(config, planned(config, one_layout)), config, tokens)
@@ -85,7 +85,7 @@ def test_plan_equals_graph(config: ModelConfig) -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 5])
-def test_chunked_equals_whole(config: ModelConfig, chunk: int) -> None:
+def test_chunked_prefill_equals_whole_prefill(config: ModelConfig, chunk: int) -> None:
     forward, tokens = runner(config, planned(config, one_layout)), text(23)
     expected = whole_logits(forward, config, tokens)
     driver = Driver(forward, new_state(config))
@@ -96,7 +96,7 @@ def test_chunked_equals_whole(config: ModelConfig, chunk: int) -> None:
         np.testing.assert_allclose(logits[0], expected[track.num_computed - 1], atol=TOLERANCE)
 
 
-def test_mixed_batch_equals_each_alone(config: ModelConfig) -> None:
+def test_a_mixed_batch_equals_each_sequence_alone(config: ModelConfig) -> None:
     forward = runner(config, planned(config, one_layout))
     driver = Driver(forward, new_state(config))
     texts = [text(length, seed) for seed, length in enumerate(LENGTHS)]
@@ -108,7 +108,7 @@ def test_mixed_batch_equals_each_alone(config: ModelConfig) -> None:
         np.testing.assert_allclose(logits[row], alone, atol=TOLERANCE)
 
 
-def test_a_layer_is_six_steps() -> None:
+def test_a_decoder_layer_is_six_plan_steps() -> None:
     made = planned(CONFIGS["qwen3"], one_layout)
     kinds = [type(step).__name__.removesuffix("Step") for step in made.steps]
     attention, rest = ["Linear", "RopeWrite", "Attention"], ["Linear", "Linear", "Linear"]
@@ -123,7 +123,7 @@ def test_a_layer_is_six_steps() -> None:
     assert isinstance(made.steps[3], AttentionStep) and made.steps[3].qkv == qkv.out
 
 
-def test_the_plan_names_every_weight(config: ModelConfig) -> None:
+def test_the_plan_lists_every_weight(config: ModelConfig) -> None:
     graph = build_graph(config)
     made = planned(config, one_layout)
     assert sorted(made.weights) == sorted(graph.weights)
@@ -136,7 +136,7 @@ def test_the_plan_names_every_weight(config: ModelConfig) -> None:
         assert len(matrix.biases) in (0, len(matrix.parts))
 
 
-def test_a_tied_head_is_the_table() -> None:
+def test_a_tied_lm_head_shares_the_embedding_matrix() -> None:
     made = planned(CONFIGS["llama"], one_layout)
     assert linears(made)[-1].matrix == "embed.weight"
     assert [matrix.name for matrix in made.matrices].count("embed.weight") == 1
@@ -154,7 +154,9 @@ def layout_by_name(*odd: str) -> Callable[[str], str]:
         (("attn.k",), ["q", "k", "v"]),
     ],
 )
-def test_unlike_parts_of_qkv_get_a_step_each(odd: tuple[str, ...], matrices: list[str]) -> None:
+def test_q_k_v_of_different_layouts_get_separate_steps(
+    odd: tuple[str, ...], matrices: list[str]
+) -> None:
     config = CONFIGS["qwen2"]
     made = planned(config, layout_by_name(*odd))
     first = [step for step in linears(made) if step.out == linears(made)[0].out]
@@ -169,7 +171,7 @@ def test_unlike_parts_of_qkv_get_a_step_each(odd: tuple[str, ...], matrices: lis
     np.testing.assert_allclose(found, expected, atol=TOLERANCE)
 
 
-def test_unlike_gate_and_up_get_a_step_each() -> None:
+def test_gate_and_up_of_different_layouts_get_separate_steps() -> None:
     config = CONFIGS["mistral"]
     made = planned(config, layout_by_name("mlp.up"))
     first_layer = ("layers.0.mlp.gate", "layers.0.mlp.up")
@@ -183,7 +185,7 @@ def test_unlike_gate_and_up_get_a_step_each() -> None:
     np.testing.assert_allclose(found, expected, atol=TOLERANCE)
 
 
-def test_no_two_live_buffers_share_a_place(config: ModelConfig) -> None:
+def test_no_two_live_buffers_share_arena_memory(config: ModelConfig) -> None:
     made = planned(config, layout_by_name("attn.v", "mlp.up"))
     alive = [
         [i for i, step in enumerate(made.steps) if number in touched(step)]
@@ -202,17 +204,19 @@ def test_no_two_live_buffers_share_a_place(config: ModelConfig) -> None:
     ("other", "meets"),
     [((0, 3), False), ((0, 4), True), ((5, 6), True), ((8, 9), True), ((9, 9), False)],
 )
-def test_lives_that_meet_in_one_step_overlap(other: tuple[int, int], meets: bool) -> None:
+def test_buffer_lifetimes_that_meet_in_one_step_overlap(
+    other: tuple[int, int], meets: bool
+) -> None:
     life = Life(4, 8)
     assert life.overlaps(Life(*other)) == Life(*other).overlaps(life) == meets
 
 
-def test_the_output_outlives_the_steps_behind_it() -> None:
+def test_the_output_buffer_lives_until_the_last_step() -> None:
     steps = (GatherStep((), source=0, out=1), GatherStep((), source=0, out=2))
     assert lives(steps, 3, output=1) == (Life(0, 1), Life(0, 1), Life(1, 1))
 
 
-def test_places_are_few_and_as_wide_as_needed() -> None:
+def test_the_arena_is_as_small_as_the_live_buffers_allow() -> None:
     """The hidden state, the wider of qkv and the feed-forward values, and the heads' outputs."""
     config = CONFIGS["llama"]
     made = planned(config, one_layout)
@@ -226,7 +230,7 @@ def test_places_are_few_and_as_wide_as_needed() -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_random_lives_never_collide(seed: int) -> None:
+def test_random_buffer_lifetimes_never_collide(seed: int) -> None:
     rng = np.random.default_rng(seed)
     firsts = rng.integers(0, 30, 25)
     spans = [Life(int(f), int(f + n)) for f, n in zip(firsts, rng.integers(0, 9, 25), strict=True)]
@@ -247,7 +251,7 @@ def test_random_lives_never_collide(seed: int) -> None:
         assert len(places) == most, "as many places as buffers that are alive at once"
 
 
-def test_what_no_step_can_do_is_named() -> None:
+def test_an_unsupported_node_is_named_by_the_planner() -> None:
     graph = build_graph(CONFIGS["llama"])
     broken = _with_extra_activation(graph)
     with pytest.raises(GraphError, match="odd: silu: is part of no fusion"):
@@ -275,7 +279,7 @@ def test_a_step_beyond_the_capacity_is_refused() -> None:
         driver.step([(driver.add(text(9)), 9)])
 
 
-def test_buckets() -> None:
+def test_token_buckets_grow_by_a_factor_of_eight() -> None:
     assert token_buckets(1) == (1,)
     assert token_buckets(8) == (1, 8)
     assert token_buckets(300) == (1, 8, 64, 300)
@@ -283,7 +287,7 @@ def test_buckets() -> None:
     assert token_buckets(9000) == (1, 8, 64, 512, 2048, 8192, 9000)
 
 
-def test_plans_are_made_once_for_each_bucket() -> None:
+def test_plans_are_made_once_per_bucket() -> None:
     graph = build_graph(CONFIGS["llama"])
     made = []
 
@@ -306,7 +310,7 @@ def test_plans_are_made_once_for_each_bucket() -> None:
             plans.get(tokens, logits)
 
 
-def test_costs_of_a_decode_step() -> None:
+def test_costs_of_a_decode_step_follow_the_weights_and_context() -> None:
     config = CONFIGS["qwen2"]
     graph, made = build_graph(config), planned(config, one_layout)
     sizes = {name: int(np.prod(value.shape)) for name, value in graph.weights.items()}
@@ -325,7 +329,7 @@ def test_costs_of_a_decode_step() -> None:
     assert sum(step.flops for step in steps) == total.flops
 
 
-def test_costs_grow_with_rows_while_weights_are_read_once() -> None:
+def test_plan_costs_grow_with_rows_while_weights_are_read_once() -> None:
     made = planned(CONFIGS["mistral"], one_layout)
     cost = PlanCost(made, lambda name: 1000, kv_value_bytes=4)
     one = cost.total(Counts(1, 1, context=3))

@@ -51,7 +51,7 @@ def all_of_two_steps(penalty: float) -> list[tuple[float, tuple[int, ...]]]:
 
 
 @pytest.mark.parametrize("penalty", [0.0, 1.0, 3.0, -2.0])
-def test_a_wide_search_finds_the_best(llm, penalty):
+def test_beam_search_with_a_wide_beam_finds_the_best_sequences(llm, penalty):
     params = BeamSearchParams(beam_width=WIDTH, max_tokens=2, length_penalty=penalty)
     (output,) = llm.beam_search([PROMPT], params)
     expected = all_of_two_steps(penalty)[:8]
@@ -66,7 +66,7 @@ def test_a_wide_search_finds_the_best(llm, penalty):
     assert ends <= {"stop"}
 
 
-def test_one_beam_is_greedy_and_may_pass_the_end(llm):
+def test_beam_width_1_is_greedy_and_can_ignore_eos(llm):
     params = BeamSearchParams(beam_width=1, max_tokens=6, ignore_eos=True)
     (output,) = llm.beam_search(encoded(PROMPT), params)
     tokens = tuple(encoded(PROMPT))
@@ -75,7 +75,7 @@ def test_one_beam_is_greedy_and_may_pass_the_end(llm):
     assert tuple(output.sequences[0].tokens) == tokens
 
 
-def test_an_early_stop_returns_ended_beams(llm):
+def test_early_stopping_returns_finished_beams(llm):
     wide = BeamSearchParams(beam_width=WIDTH, max_tokens=3, early_stopping=True)
     (output,) = llm.beam_search([PROMPT], wide)
     assert {each.finish_reason for each in output.sequences} == {"stop"}
@@ -84,6 +84,6 @@ def test_an_early_stop_returns_ended_beams(llm):
         assert a >= b
 
 
-def test_a_search_without_beams_is_refused(llm):
+def test_a_beam_width_of_0_is_refused(llm):
     with pytest.raises(InvalidRequestError, match="beam_width"):
         llm.beam_search([PROMPT], BeamSearchParams(beam_width=0, max_tokens=3))

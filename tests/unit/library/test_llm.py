@@ -53,7 +53,7 @@ def engine(llm: LLM, monkeypatch) -> InferenceEngine:
     return InferenceEngine("toy")
 
 
-def test_the_engine_runs_in_this_process_with_the_settings_given(llm, asked):
+def test_llm_runs_the_engine_in_process_with_the_given_settings(llm, asked):
     ((settings, in_process),) = asked
     assert in_process and settings.model.model_path == "toy"
     assert settings.performance.max_queued_requests == 5
@@ -61,7 +61,7 @@ def test_the_engine_runs_in_this_process_with_the_settings_given(llm, asked):
     assert (card.max_model_len, card.num_params, card.num_dimensions) == (256, 123, VOCAB)
 
 
-def test_answers_come_in_the_order_of_their_prompts(llm):
+def test_outputs_are_in_the_order_of_their_prompts(llm):
     """More than the engine queues, of all lengths, as text and as ids."""
     texts = [written([index % 19, 1, 2]) for index in range(12)]
     prompts = [text if index % 2 else encoded(text) for index, text in enumerate(texts)]
@@ -71,7 +71,7 @@ def test_answers_come_in_the_order_of_their_prompts(llm):
     assert llm.generate([], given) == []
 
 
-def test_answers_that_end_sooner_do_not_come_sooner(llm):
+def test_outputs_keep_prompt_order_although_answers_end_at_different_times(llm):
     """The longer a prompt, the less room the context has behind it."""
     texts = [written([index % 19 for index in range(length)]) for length in (200, 230, 254)]
     outputs = llm.generate(texts, params(max_tokens=None, ignore_eos=True))
@@ -83,7 +83,7 @@ def test_answers_that_end_sooner_do_not_come_sooner(llm):
 
 
 @pytest.mark.parametrize(("n", "most"), [(1, 5), (2, 2), (7, 1)])
-def test_no_more_choices_are_asked_for_than_the_queue_takes(llm, monkeypatch, n, most):
+def test_requests_in_flight_are_bounded_by_the_queue(llm, monkeypatch, n, most):
     backend, num_open, seen = llm.engine.backend, 0, []
     opened = backend.open
 
@@ -105,7 +105,7 @@ def test_no_more_choices_are_asked_for_than_the_queue_takes(llm, monkeypatch, n,
     assert len(seen) == 9 and max(seen) <= most
 
 
-def test_one_conversation_is_a_batch_of_one(llm):
+def test_chat_takes_one_conversation_or_a_list_of_them(llm):
     one = [{"role": "user", "content": "ab"}, {"role": "user", "content": "c"}]
     given = params(ignore_eos=True)
     (output,) = llm.chat(one, given)
@@ -115,7 +115,7 @@ def test_one_conversation_is_a_batch_of_one(llm):
     assert [o.usage.prompt_tokens for o in both] == [3, 1]
 
 
-def test_a_text_is_a_conversation_of_one_message(llm):
+def test_chat_takes_a_plain_string_as_one_user_message(llm):
     given = params(ignore_eos=True)
     parts = [{"type": "text", "text": "abc"}]
     for conversation in ("abc", [{"role": "user", "content": parts}]):
@@ -124,7 +124,7 @@ def test_a_text_is_a_conversation_of_one_message(llm):
     assert [o.usage.prompt_tokens for o in llm.chat(["ab", "c"], given)] == [2, 1]
 
 
-def test_images_are_refused_by_a_model_that_reads_none(llm, monkeypatch):
+def test_images_are_refused_by_a_text_only_model(llm, monkeypatch):
     url = {"url": "http://example.com/cat.png"}
     asked = [{"role": "user", "content": [{"type": "image_url", "image_url": url}]}]
     with pytest.raises(InvalidRequestError, match="does not read images"):
@@ -135,7 +135,7 @@ def test_images_are_refused_by_a_model_that_reads_none(llm, monkeypatch):
         llm.chat(asked)
 
 
-def test_vectors_are_the_models_and_of_unit_length(llm):
+def test_embeddings_equal_the_models_and_have_unit_length(llm):
     found = llm.embed(["abc", [3, 4]])
     for output, prompt in zip(found, ("abc", "de"), strict=True):
         logits = prompt_logits(encoded(prompt))[-1].astype(np.float32)
@@ -146,7 +146,7 @@ def test_vectors_are_the_models_and_of_unit_length(llm):
     assert llm.embed([]) == []
 
 
-def test_texts_are_scored_in_pairs_by_models_that_compare(llm, monkeypatch):
+def test_score_needs_a_model_trained_to_compare_texts(llm, monkeypatch):
     with pytest.raises(InvalidRequestError, match="not trained to compare"):
         llm.score("ab", "cd")
     card = msgspec.structs.replace(llm.card, capabilities=("embeddings", "score"))
@@ -187,7 +187,7 @@ def test_each_prompt_can_have_its_own_parameters(llm):
         llm.generate(["abc", "abc"], given[:1])
 
 
-def test_progress_is_told_to_any_bar(llm):
+def test_use_tqdm_takes_any_progress_bar(llm):
     told: list[Any] = []
 
     def bar(total: int, desc: str) -> Any:
@@ -198,7 +198,7 @@ def test_progress_is_told_to_any_bar(llm):
     assert told == [2, 1, 1, "closed"]
 
 
-def test_prompts_may_be_vllms_objects(llm):
+def test_prompts_may_be_vllms_prompt_dicts_or_arrays(llm):
     given = params(ignore_eos=True)
     for prompt in (
         {"prompt": "abc"},
@@ -212,7 +212,7 @@ def test_prompts_may_be_vllms_objects(llm):
         llm.generate({"prompt": "abc", "multi_modal_data": {}}, given)
 
 
-def test_a_text_is_one_stop_string_and_can_be_shown(llm):
+def test_stop_takes_a_string_and_include_stop_str_in_output_shows_it(llm):
     plain = written(expected("abc", params(ignore_eos=True)))
     stop, cut = plain[4:6], plain[: plain.index(plain[4:6])]
     (output,) = llm.generate("abc", params(ignore_eos=True, stop=stop))
@@ -221,7 +221,7 @@ def test_a_text_is_one_stop_string_and_can_be_shown(llm):
     assert llm.generate("abc", shown)[0].text == cut + stop
 
 
-def test_parameters_can_be_changed_and_act_as_they_are_then(llm):
+def test_sampling_params_can_be_changed_and_cloned(llm):
     given = llm.get_default_sampling_params()
     given.max_tokens, given.seed, given.temperature, given.ignore_eos = 3, 3, 1.0, True
     kept = given.clone()
@@ -238,7 +238,7 @@ def test_parameters_can_be_changed_and_act_as_they_are_then(llm):
         (RequestOutputKind.FINAL_ONLY, lambda text: []),
     ],
 )
-async def test_an_async_stream_has_the_asked_kind_of_outputs(llm, kind, texts):
+async def test_an_async_stream_yields_cumulative_delta_or_final_outputs(llm, kind, texts):
     streaming = AsyncLLM.__new__(AsyncLLM)
     streaming.engine = llm.engine
     given = params(max_tokens=4, ignore_eos=True, output_kind=kind)
@@ -265,7 +265,7 @@ async def test_leaving_an_async_stream_aborts_its_request(llm):
         await anext(streaming.generate([10**6]))
 
 
-def test_constraints_are_made_into_one_grammar():
+def test_structured_output_constraints_become_one_grammar():
     made = StructuredOutputsParams(choice=("a", "b")).spec()
     assert (made.kind, made.source) == ("choice", '["a","b"]')
     assert StructuredOutputsParams(json={"type": "object"}).spec().kind == "json_schema"
@@ -275,7 +275,7 @@ def test_constraints_are_made_into_one_grammar():
             StructuredOutputsParams(**wrong).spec()
 
 
-def test_a_stream_has_each_token_one_end_and_the_usage(llm):
+def test_a_stream_yields_each_token_one_end_and_usage(llm):
     given = params(ignore_eos=True)
     *texts, finish, usage = llm.stream("abc", given)
     assert [token for event in texts for token in event.token_ids] == expected("abc", given)
@@ -284,7 +284,7 @@ def test_a_stream_has_each_token_one_end_and_the_usage(llm):
     assert isinstance(usage, UsageEvent) and usage.completion_tokens == 12
 
 
-def test_requests_have_ids_of_their_own(llm, monkeypatch):
+def test_requests_have_unique_ids(llm, monkeypatch):
     ids = []
     submit = llm.engine.backend._link.submit
     monkeypatch.setattr(
@@ -298,7 +298,7 @@ def test_requests_have_ids_of_their_own(llm, monkeypatch):
     assert len(set(ids)) == 4
 
 
-def test_openai_shapes_have_the_same_numbers(engine):
+def test_chat_completion_dicts_have_the_same_tokens_and_usage(engine):
     messages = [{"role": "user", "content": "abc"}]
     given = {"max_tokens": 6, "temperature": 1.0, "seed": 3, "ignore_eos": True, "n": 2}
     texts = [written(expected("abc", SamplingParams(**given), choice)) for choice in range(2)]
@@ -319,7 +319,7 @@ def test_openai_shapes_have_the_same_numbers(engine):
     assert engine.generate(["abc"], **given) == texts[:1]
 
 
-def test_openai_shapes_fill_the_context_unless_told(engine):
+def test_chat_completion_without_max_tokens_fills_the_context(engine):
     prompt = "a" * 200  # leaves room for more than the 16 tokens of `SamplingParams`
     (text,) = engine.generate([prompt], ignore_eos=True)
     messages = [{"role": "user", "content": prompt}]

@@ -34,22 +34,22 @@ from engine.sampling_params import wire_params
         ("logprobs", -1),
     ],
 )
-def test_what_means_nothing_is_refused_by_name(name, value):
+def test_invalid_sampling_values_are_refused_by_name(name, value):
     with pytest.raises(InvalidRequestError, match=name):
         wire_params(SamplingParams(**{name: value}))
 
 
-def test_more_logprobs_than_there_are_tokens_are_refused():
+def test_more_logprobs_than_the_maximum_are_refused():
     check_against_model(request.SamplingParams(logprobs=97), 97)
     with pytest.raises(InvalidRequestError, match="logprobs must be at most 97"):
         check_against_model(request.SamplingParams(logprobs=98), 97)
 
 
-def test_defaults_and_bans_pass():
+def test_default_parameters_and_banned_tokens_are_accepted():
     wire_params(SamplingParams(max_tokens=None, logit_bias={1: -math.inf}, seed=2**63 - 1))
 
 
-def test_lists_and_names_of_other_engines_become_the_engines_own():
+def test_vllm_spellings_of_parameters_are_converted():
     given = SamplingParams(stop=["a", "b"], stop_token_ids=[3], logit_bias={1: 2}, top_k=-1)
     wire = wire_params(given)
     assert (wire.stop, wire.stop_token_ids, wire.top_k) == (("a", "b"), (3,), 0)
@@ -75,12 +75,12 @@ def test_lists_and_names_of_other_engines_become_the_engines_own():
         ("dry_base", 0.5),
     ],
 )
-def test_what_does_not_act_is_refused_by_name(name, value):
+def test_unsupported_sampling_parameters_are_refused_by_name(name, value):
     with pytest.raises(InvalidRequestError, match=name):
         wire_params(SamplingParams(**{name: value}))
 
 
-def test_an_argument_sets_a_setting_or_is_refused():
+def test_engine_args_map_to_settings_or_are_refused():
     flags = EngineArgs.of(
         model="m", max_model_len=512, dtype="half", max_num_seqs=8, kv_cache_memory_bytes=2**24
     ).flags()
@@ -106,7 +106,7 @@ def test_an_argument_sets_a_setting_or_is_refused():
         EngineArgs.of(enforce_eager=True).flags()
 
 
-def test_arguments_can_come_from_a_command_line():
+def test_engine_args_can_be_parsed_from_a_command_line():
     parser = EngineArgs.add_cli_args(argparse.ArgumentParser())
     parser.add_argument("--top-k", type=int)
     args = parser.parse_args(

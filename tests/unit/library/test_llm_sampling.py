@@ -93,12 +93,12 @@ BESIDE: dict[str, dict[str, Any]] = {
 }
 
 
-def test_every_field_is_tried():
+def test_every_sampling_parameter_is_tested():
     assert FIELDS.keys() | TOLD == set(request.SamplingParams.__struct_fields__)
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_each_sampling_parameter_acts(llm, name):
+def test_each_sampling_parameter_changes_the_output(llm, name):
     beside = BESIDE.get(name, {})
     given, without = params(**beside | {name: FIELDS[name]}), params(**beside)
     (output,) = llm.generate("abc", given)
@@ -108,7 +108,7 @@ def test_each_sampling_parameter_acts(llm, name):
     assert output.usage.completion_tokens == len(found) and output.usage.prompt_tokens == 3
 
 
-def test_without_parameters_the_context_is_filled(llm):
+def test_without_max_tokens_the_context_is_filled(llm):
     (output,) = llm.generate([1] * 250)
     choice = output.outputs[0]
     assert choice.finish_reason in ("length", "stop")
@@ -127,7 +127,7 @@ def test_choices_are_numbered_and_counted(llm):
     assert output.usage.completion_tokens == 36
 
 
-def test_a_stop_string_cuts_and_is_not_shown(llm):
+def test_a_stop_string_ends_the_text_and_is_not_shown(llm):
     plain = written(expected("abc", params(ignore_eos=True)))
     stop = plain[4:6]
     (output,) = llm.generate("abc", params(ignore_eos=True, stop=(stop,)))
@@ -135,7 +135,7 @@ def test_a_stop_string_cuts_and_is_not_shown(llm):
     assert output.outputs[0].finish_reason == "stop"
 
 
-def test_a_pattern_ends_the_text_with_its_match(llm):
+def test_stop_regex_ends_the_text_with_its_match(llm):
     plain = written(expected("abc", params(ignore_eos=True)))
     pattern = f"{plain[4]}[a-z]"
     (output,) = llm.generate("abc", params(ignore_eos=True, stop_regex=pattern))
@@ -146,7 +146,7 @@ def test_a_pattern_ends_the_text_with_its_match(llm):
             llm.generate("abc", params(stop_regex=wrong))
 
 
-def test_logprobs_are_the_models_and_only_when_asked_for(llm):
+def test_logprobs_are_the_models_own_and_only_on_request(llm):
     (output,) = llm.generate("abc", params(logprobs=2, temperature=0.0))
     choice = output.outputs[0]
     logits = prompt_logits(encoded("abc") + list(choice.token_ids[:-1]))[2:]
@@ -165,7 +165,7 @@ def test_logprobs_are_the_models_and_only_when_asked_for(llm):
     assert llm.generate("abc", params())[0].outputs[0].logprobs is None
 
 
-def test_logprobs_of_a_prompt_are_the_models(llm):
+def test_prompt_logprobs_are_the_models_own(llm):
     (output,) = llm.generate("abcd", params(prompt_logprobs=1, max_tokens=2, n=2))
     logits = prompt_logits(encoded("abcd"))
     first, *told = output.prompt_logprobs
@@ -182,7 +182,7 @@ def test_logprobs_of_a_prompt_are_the_models(llm):
     assert len(chat.prompt_logprobs) == len(chat.prompt_token_ids)
 
 
-def test_logprobs_of_named_tokens(llm):
+def test_logprob_token_ids_select_the_reported_tokens(llm):
     (output,) = llm.generate("abcd", params(max_tokens=3, logprobs=0, logprob_token_ids=[5, 2]))
     (all_tokens,) = llm.generate("abcd", params(max_tokens=3, logprobs=VOCAB))
     (choice,), (whole,) = output.outputs, all_tokens.outputs
@@ -209,7 +209,7 @@ def test_logprobs_of_named_tokens(llm):
         ("logprobs", [0, None], [-1]),
     ],
 )
-def test_bounds_are_where_they_are_said_to_be(name, good, bad):
+def test_sampling_parameters_are_accepted_and_refused_at_their_bounds(name, good, bad):
     for value in good:
         wire_params(SamplingParams(**{name: value}))
     for value in bad:

@@ -107,7 +107,7 @@ class Swapping(InferencePlugin):
         return swap
 
 
-def test_a_changed_answer_keeps_the_stop_string_that_ended_it() -> None:
+def test_a_plugin_changed_answer_keeps_its_stop_reason() -> None:
     held = Held(1)
     for event in (
         TextEvent(0, "ab", 1),
@@ -134,7 +134,7 @@ async def test_a_plugin_changes_requests_and_whole_answers() -> None:
     assert [type(each) for each in events[-2:]] == [FinishEvent, UsageEvent]
 
 
-async def test_who_looks_on_sees_the_end_and_holds_up_nothing() -> None:
+async def test_an_observing_plugin_sees_the_end_and_delays_nothing() -> None:
     watching = Watching()
     async with running([Shouting(), watching]) as made:
         await fed(made, a_chat("hi"))
@@ -152,7 +152,7 @@ async def test_who_looks_on_sees_the_end_and_holds_up_nothing() -> None:
     assert cut.error == "ABORTED" and cut.usage is None
 
 
-async def test_who_looks_on_sees_vectors_and_their_failures() -> None:
+async def test_an_observing_plugin_sees_embeddings_and_their_failures() -> None:
     watcher, backend = Watching(), FakeBackend()
     asked = EmbedRequest(request_id="e", inputs=("a b c",))
     async with running([watcher], backend) as made:
@@ -165,7 +165,7 @@ async def test_who_looks_on_sees_vectors_and_their_failures() -> None:
     assert failed.error is not None
 
 
-async def test_a_refusal_reaches_nobody_behind_and_is_no_failure() -> None:
+async def test_a_plugins_refusal_skips_the_backend_and_is_not_a_failure() -> None:
     backend, watching = FakeBackend(), Watching()
     async with running([Refusing(), watching], backend) as made:
         for _ in range(5):
@@ -177,7 +177,7 @@ async def test_a_refusal_reaches_nobody_behind_and_is_no_failure() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 100])
-async def test_filters_in_a_row_see_what_the_first_left(size: int) -> None:
+async def test_chained_filters_see_the_previous_filters_text(size: int) -> None:
     text = "aab ba abab mail bob@example.com a"
     backend = FakeBackend([text[i : i + size] for i in range(0, len(text), size)])
     async with running([Swapping(), PiiRedactor()], backend) as made:
@@ -187,7 +187,7 @@ async def test_filters_in_a_row_see_what_the_first_left(size: int) -> None:
         assert text_of(read) == text_of(events)
 
 
-async def test_tokens_are_shown_as_the_text_is() -> None:
+async def test_logprob_tokens_are_redacted_like_the_text() -> None:
     words = ["Hi", " bo", "b@", "exam", "ple.com", " and", " \N{GRINNING FACE}", " bye"]
     backend = FakeBackend(words)
     async with running([PiiRedactor()], backend) as made:
@@ -201,7 +201,7 @@ async def test_tokens_are_shown_as_the_text_is() -> None:
     assert [bool(token.top) for token in tokens] == [True, *[False] * 4, *[True] * 3]
 
 
-async def test_tokens_that_do_not_spell_the_text_tell_nothing() -> None:
+async def test_logprob_tokens_that_do_not_match_the_text_are_dropped() -> None:
     secret = TokenText("bob@example.com", b"bob@example.com", -1.0)
     backend = FakeBackend()
     backend.script = [TextEvent(0, "fine", 1, (secret,)), FinishEvent(0, "stop")]
@@ -210,7 +210,7 @@ async def test_tokens_that_do_not_spell_the_text_tell_nothing() -> None:
     assert "bob" not in repr(events) and text_of(events) == "fine"
 
 
-async def test_calls_stay_json_and_reasoning_comes_before_text() -> None:
+async def test_redacted_tool_arguments_stay_json_and_reasoning_precedes_text() -> None:
     arguments = '{"to": "bob\\u0040example.com", "card": 4111111111111111, "n": 3}'
     backend = FakeBackend()
     backend.script = call_script(("send", arguments), said="ask bob@example.com")
@@ -234,7 +234,7 @@ async def test_calls_stay_json_and_reasoning_comes_before_text() -> None:
     assert not any(isinstance(each, ReasoningEvent) for each in shown[first_text:])
 
 
-async def test_names_within_arguments_are_filtered_too() -> None:
+async def test_pii_in_argument_names_is_redacted() -> None:
     backend = FakeBackend()
     backend.script = call_script(("send", '{"bob@example.com": [{"bob@example.com": 1}]}'))
     async with running([PiiRedactor()], backend) as made:
@@ -259,14 +259,14 @@ class Stumbling(Swapping):
         return stumble
 
 
-async def test_a_filter_that_failed_once_changes_no_more_of_that_text() -> None:
+async def test_a_filter_that_failed_once_changes_no_more_of_that_answer() -> None:
     backend = FakeBackend(["ab ", "ab ", "ab ", "ab"])
     async with running([Stumbling()], backend) as made:
         assert text_of(await fed(made, a_chat())) == "x ab ab ab"
         assert text_of(await fed(made, a_chat())) == "x ab ab ab"
 
 
-async def test_prompts_are_redacted_wherever_text_is() -> None:
+async def test_prompts_are_redacted_in_every_text_field() -> None:
     backend = FakeBackend()
     message = {
         "role": "assistant",
@@ -291,7 +291,7 @@ async def test_prompts_are_redacted_wherever_text_is() -> None:
     assert backend.embed_requests[0].inputs == ("ssn [SSN]",)
 
 
-def test_over_http_a_stream_joins_to_the_whole() -> None:
+def test_a_redacted_stream_joins_to_the_redacted_whole() -> None:
     backend = FakeBackend(["Write", " to bob@", "example", ".com", " or +1 555", " 1234567", "."])
     made = plugged([PiiRedactor()], backend)
     with live_server(made) as server:
@@ -325,7 +325,7 @@ def test_over_http_a_stream_joins_to_the_whole() -> None:
         (RequestAudit, {"path": "/dev/null"}, "not a plain file"),
     ],
 )
-async def test_options_that_can_not_be_used_end_the_start(plugin, options, words) -> None:
+async def test_invalid_plugin_options_end_the_start(plugin, options, words) -> None:
     made = plugged([plugin()], options=options)
     with pytest.raises(ConfigError, match=words) as raised:
         await made.start()
@@ -333,7 +333,7 @@ async def test_options_that_can_not_be_used_end_the_start(plugin, options, words
     assert made.inner.is_stopped  # type: ignore[attr-defined]
 
 
-def test_plugins_are_found_by_name_and_take_their_order() -> None:
+def test_plugins_are_found_by_name_and_sorted_by_order() -> None:
     backend = FakeBackend()
     assert (
         plug_in(backend, {"audit_log": PluginTable(enabled=False)}, CollectorRegistry()) is backend
@@ -346,7 +346,7 @@ def test_plugins_are_found_by_name_and_take_their_order() -> None:
         plug_in(backend, {"nothing": PluginTable()}, CollectorRegistry())
 
 
-async def test_series_have_names_of_the_configuration_alone() -> None:
+async def test_plugin_metrics_have_labels_from_the_configuration_only() -> None:
     registry = CollectorRegistry()
     made = plugged([Shouting()], registry=registry)
     await made.start()
@@ -374,7 +374,7 @@ async def test_the_documented_plugin_works(tmp_path: Path, monkeypatch: pytest.M
     assert backend.requests[0].messages[0]["content"] == "Be brief and kind."
 
 
-def test_tables_and_the_command_that_lists_them(tmp_path: Path) -> None:
+def test_plugins_list_shows_configured_tables(tmp_path: Path) -> None:
     path = tmp_path / "engine.toml"
     path.write_text(
         '[plugins.audit_log]\norder = 7\npath = "x"\n[plugins.pii_redactor]\norder = 3\n'

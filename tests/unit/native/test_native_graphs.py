@@ -45,7 +45,7 @@ def last_logits(driver: RunnerDriver, work: list[tuple[Track, int]]) -> np.ndarr
 
 
 @pytest.mark.parametrize("changes", MIXES.values(), ids=MIXES)
-def test_logits_are_those_of_the_graph(changes: dict[str, Any]) -> None:
+def test_native_logits_equal_the_graph(changes: dict[str, Any]) -> None:
     """A prompt in two chunks beside another prompt, then one token of each."""
     config = replace(CONFIGS["qwen3"], family="madeup", **changes)
     graph = build_graph(config)
@@ -73,7 +73,7 @@ EXPERTS = ExpertsConfig(8, 2, 64, renormalizes=True, shared_size=32, shared_gate
 
 
 @pytest.mark.parametrize("matrix_type", ["Q4_0", "Q8_0", "BF16"])
-def test_experts_of_a_batch_are_those_of_each_row_alone(matrix_type: str) -> None:
+def test_mixture_of_experts_results_are_bit_identical_alone_and_batched(matrix_type: str) -> None:
     """To the last bit: an expert's GEMM has other rows in each batch."""
     config = _quantizable()
     source = memory_source(config, random_weights(build_graph(config)), matrix_type)
@@ -91,7 +91,7 @@ def test_experts_of_a_batch_are_those_of_each_row_alone(matrix_type: str) -> Non
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("numerics", ["invariant", "fast"])
-def test_threads_do_not_change_a_bit(numerics: str) -> None:
+def test_the_number_of_threads_does_not_change_a_bit(numerics: str) -> None:
     """With many threads, matmuls with fewer panels than threads are cut by rows, too."""
     config = replace(_quantizable(), experts=None, max_position=256)
     source = memory_source(config, random_weights(build_graph(config)), "Q4_0")
@@ -111,7 +111,7 @@ def two_steps(runner: NativeRunner) -> np.ndarray:
 
 @pytest.mark.parametrize("numerics", ["invariant", "fast"])
 @pytest.mark.parametrize("nodes", [(0, 0, 0, 1, 1), (0, 1), (0, 1, 2, 3), (2, 2, 7, 2)])
-def test_nodes_do_not_change_a_bit(
+def test_numa_nodes_do_not_change_a_bit(
     monkeypatch: pytest.MonkeyPatch, nodes: tuple[int, ...], numerics: str
 ) -> None:
     """Threads of several NUMA nodes compute with copies of the weights, experts' too. The nodes are

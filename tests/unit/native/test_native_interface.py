@@ -13,7 +13,7 @@ from engine.native import compiled
 ROOT = Path(__file__).parents[3]
 
 
-def test_the_interface_is_that_of_the_sources() -> None:
+def test_the_declared_native_interface_matches_the_sources() -> None:
     """As CMakeLists.txt computes it. If this fails after a change in csrc, the older kernels do not
     fit any more: write the digest of the message to `compiled.INTERFACE`, and build again.
     """
@@ -29,7 +29,7 @@ def test_the_interface_is_that_of_the_sources() -> None:
 
 
 @pytest.mark.parametrize("interface", [None, "0123456789abcdef"])
-def test_kernels_of_other_sources_are_refused(
+def test_compiled_kernels_of_other_sources_are_refused(
     monkeypatch: pytest.MonkeyPatch, interface: str | None
 ) -> None:
     other = ModuleType("_native")

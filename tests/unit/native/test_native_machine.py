@@ -32,12 +32,12 @@ def use(monkeypatch: pytest.MonkeyPatch, cores: list[Core], quota: float | None 
     monkeypatch.setattr(machine, "cpu_quota", lambda: quota)
 
 
-def test_threads_of_a_core_count_once(two_nodes):
+def test_hyperthreads_of_a_core_count_once(two_nodes):
     cores = machine.usable_cores(two_nodes, set(range(16)))
     assert cores == [Core(n // 4, (n, n + 8)) for n in range(8)]
 
 
-def test_a_mask_hides_cores_and_threads(two_nodes):
+def test_an_affinity_mask_hides_cores_and_threads(two_nodes):
     assert machine.usable_cores(two_nodes, {1, 9, 13, 6}) == [
         Core(0, (1, 9)),
         Core(1, (6,)),
@@ -66,9 +66,7 @@ def test_default_threads_never_oversubscribe(two_nodes, monkeypatch, quota, thre
         (1, [0]),
     ],
 )
-def test_threads_are_spread_over_nodes_and_those_of_a_node_adjoin(
-    two_nodes, monkeypatch, threads, cpus
-):
+def test_threads_are_spread_over_numa_nodes_contiguously(two_nodes, monkeypatch, threads, cpus):
     use(monkeypatch, machine.usable_cores(two_nodes, set(range(16))))
     placement = machine.place_threads("auto", threads)
     assert placement.cpus == tuple((cpu,) for cpu in cpus)
@@ -76,7 +74,7 @@ def test_threads_are_spread_over_nodes_and_those_of_a_node_adjoin(
 
 
 @pytest.mark.parametrize("threads", [8, 9])
-def test_threads_on_all_cores_stay_on_their_node(two_nodes, monkeypatch, threads):
+def test_threads_on_all_cores_stay_on_their_numa_node(two_nodes, monkeypatch, threads):
     use(monkeypatch, machine.usable_cores(two_nodes, set(range(16))))
     placement = machine.place_threads("auto", threads)
     nodes = (0,) * (threads - 4) + (1,) * 4
@@ -84,17 +82,17 @@ def test_threads_on_all_cores_stay_on_their_node(two_nodes, monkeypatch, threads
     assert placement == Placement(tuple(whole[node] for node in nodes), nodes)
 
 
-def test_threads_on_all_cores_of_one_node_are_not_bound(two_nodes, monkeypatch):
+def test_threads_on_all_cores_of_a_single_node_are_not_pinned(two_nodes, monkeypatch):
     use(monkeypatch, machine.usable_cores(two_nodes, {0, 1, 2, 3}))
     assert machine.place_threads("auto", 4) == Placement()
 
 
-def test_a_small_node_leaves_the_rest_to_the_others(two_nodes, monkeypatch):
+def test_threads_beyond_a_small_numa_node_go_to_the_others(two_nodes, monkeypatch):
     use(monkeypatch, machine.usable_cores(two_nodes, {0, 4, 5, 6}))
     assert machine.place_threads("auto", 3) == Placement(((0,), (4,), (5,)), (0, 1, 1))
 
 
-def test_cores_that_others_share_are_not_bound(two_nodes, monkeypatch):
+def test_cores_shared_with_other_processes_are_not_pinned(two_nodes, monkeypatch):
     cores = machine.usable_cores(two_nodes, set(range(16)))
     use(monkeypatch, cores, quota=4.0)
     assert machine.place_threads("auto", 4) == Placement()
@@ -102,7 +100,7 @@ def test_cores_that_others_share_are_not_bound(two_nodes, monkeypatch):
     assert machine.place_threads("auto", 4).nodes == (0, 0, 1, 1)
 
 
-def test_named_cpus(two_nodes, monkeypatch):
+def test_threads_can_be_bound_to_named_cpus(two_nodes, monkeypatch):
     use(monkeypatch, machine.usable_cores(two_nodes, set(range(16))))
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: MASK)
     assert machine.place_threads("off", 4) == Placement()
@@ -141,11 +139,11 @@ def quota_of(root: Path, cgroup: str, files: dict[str, str]) -> float | None:
         ("", {}, None),
     ],
 )
-def test_the_tightest_control_group_counts(tmp_path, cgroup, files, quota):
+def test_the_tightest_cgroup_cpu_quota_counts(tmp_path, cgroup, files, quota):
     assert quota_of(tmp_path, cgroup, files) == quota
 
 
-def test_this_machine():
+def test_default_threads_fit_this_machines_affinity():
     assert 1 <= machine.default_threads() <= len(machine.os.sched_getaffinity(0))
     placement = machine.place_threads("auto", machine.default_threads())
     assert set(chain.from_iterable(placement.cpus)) <= machine.os.sched_getaffinity(0)
@@ -158,7 +156,7 @@ def test_this_machine():
         (ImportError("libstdc++.so.6: no such file"), "can't be loaded: libstdc.*install .* again"),
     ],
 )
-def test_without_kernels_it_says_what_to_do(monkeypatch, error, advice):
+def test_missing_native_kernels_are_reported_with_advice(monkeypatch, error, advice):
     def refuse(name):
         raise error
 

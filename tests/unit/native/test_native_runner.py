@@ -49,7 +49,7 @@ def step(token_ids, query_start, slots, logit_rows) -> SimpleNamespace:
     return SimpleNamespace(**arrays, **given, taps=None, adapter_ids=np.zeros(1, np.int32))
 
 
-def test_a_token_that_the_host_does_not_know_is_the_slots_last():
+def test_from_device_tokens_are_the_slots_last_sampled_tokens():
     model = NotingModel()
     runner = NativeRunner(model, SPEC, hidden_size=3)
     model.tokens = np.array([7, 8, 9], np.int32)
@@ -62,7 +62,7 @@ def test_a_token_that_the_host_does_not_know_is_the_slots_last():
     assert model.steps[1][0].tolist() == [8, 5, 6, 7, 0]
 
 
-def test_arrays_reach_the_model_in_their_order():
+def test_batch_arrays_reach_the_compiled_model_in_order():
     model = NotingModel()
     NativeRunner(model, SPEC, hidden_size=3).forward(step([1, 2], [0, 2], [0], [1]))
     _, positions, slots, query_start, *rest = model.steps[0]
@@ -79,7 +79,7 @@ def test_arrays_reach_the_model_in_their_order():
     assert len(model.named) == 5 and all(name == value for name, value in model.named.items())
 
 
-def test_states_and_logits_are_those_of_the_rows_asked_for():
+def test_hidden_states_and_logits_are_returned_for_the_requested_rows():
     model = NotingModel()
     runner = NativeRunner(model, SPEC, hidden_size=3)
     model.tokens = np.array([1, 2, 3], np.int32)
@@ -93,7 +93,7 @@ def test_states_and_logits_are_those_of_the_rows_asked_for():
     assert plain.hidden is None
 
 
-def test_a_step_in_which_nobody_samples_still_tells_who_is_finite():
+def test_a_step_that_samples_nothing_still_reports_nonfinite_rows():
     runner = NativeRunner(NotingModel(), SPEC, hidden_size=3)
     handle = runner.forward(step([1, 2], [0, 1, 2], [0, 1], []))
     output = runner.sample(handle, sampling_inputs([], [], [])).wait()

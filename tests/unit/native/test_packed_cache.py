@@ -56,7 +56,7 @@ def packings(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return done
 
 
-def test_the_second_start_maps_and_packs_nothing(
+def test_the_second_start_maps_packed_weights(
     model: Path, store: PackedCache, packings: list[Path]
 ) -> None:
     first = load(model, store)
@@ -77,7 +77,7 @@ def test_without_a_cache_nothing_is_written(model: Path, tmp_path: Path) -> None
     assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
 
 
-def test_the_cache_lies_beside_the_model_store(
+def test_the_packed_cache_is_beside_the_model_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -102,7 +102,7 @@ def change_header(model: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [change_time, change_size, change_header])
-def test_another_file_is_packed_again(
+def test_a_changed_model_file_is_packed_again(
     model: Path, store: PackedCache, change: Callable[[Path], None]
 ) -> None:
     load(model, store)
@@ -112,7 +112,7 @@ def test_another_file_is_packed_again(
     assert len(list(store.directory.iterdir())) == 1, "it replaces the one before"
 
 
-def test_another_plan_or_version_is_packed_again(
+def test_a_changed_plan_or_format_version_is_packed_again(
     model: Path, store: PackedCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load(model, store)
@@ -203,7 +203,7 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
-def test_a_file_that_is_not_right_is_made_again(
+def test_a_damaged_packed_file_is_rewritten(
     model: Path, store: PackedCache, damage: Callable[[Path], None]
 ) -> None:
     expected = content(load(model, store))
@@ -215,7 +215,7 @@ def test_a_file_that_is_not_right_is_made_again(
     assert mapped.from_cache and content(mapped) == expected
 
 
-def test_verify_reads_the_data(model: Path, store: PackedCache) -> None:
+def test_verify_detects_changed_packed_data(model: Path, store: PackedCache) -> None:
     load(model, store)
     (path,) = store.directory.iterdir()
     flip(packed_file.HEADER_BYTES + 12345)(path)
@@ -223,7 +223,7 @@ def test_verify_reads_the_data(model: Path, store: PackedCache) -> None:
         packed_file.verify(path)
 
 
-def test_a_failed_write_leaves_what_was_there(
+def test_a_failed_cache_write_keeps_the_previous_file(
     model: Path,
     store: PackedCache,
     monkeypatch: pytest.MonkeyPatch,
@@ -244,7 +244,7 @@ def test_a_failed_write_leaves_what_was_there(
     assert [each.read_bytes() for each in store.directory.iterdir()] == [before]
 
 
-def test_a_place_that_cannot_be_written_only_warns(
+def test_an_unwritable_cache_folder_only_warns(
     model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("in the way")
@@ -254,7 +254,7 @@ def test_a_place_that_cannot_be_written_only_warns(
 
 
 @pytest.mark.parametrize("limit", [{"max_bytes": 1000}, {"free_share": 0.0}])
-def test_what_is_too_large_is_not_kept(
+def test_packed_weights_that_are_too_large_are_not_cached(
     model: Path, store: PackedCache, caplog: pytest.LogCaptureFixture, limit: dict[str, Any]
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -262,7 +262,9 @@ def test_what_is_too_large_is_not_kept(
     assert list(store.directory.iterdir()) == [] and "too much" in caplog.text
 
 
-def test_the_file_used_least_recently_goes_first(tmp_path: Path, store: PackedCache) -> None:
+def test_the_least_recently_used_packed_file_is_removed_first(
+    tmp_path: Path, store: PackedCache
+) -> None:
     models = [make_model(tmp_path / f"model{i}.gguf", seed=i) for i in range(3)]
     size = packed_file.HEADER_BYTES + load(models[0], None).num_bytes
     bounded = PackedCache(store.directory, max_bytes=2 * size, free_share=1.0)
@@ -275,7 +277,7 @@ def test_the_file_used_least_recently_goes_first(tmp_path: Path, store: PackedCa
     assert sorted(path.name[:6] for path in store.directory.iterdir()) == ["model0", "model2"]
 
 
-def test_what_a_killed_writer_left_is_removed(model: Path, store: PackedCache) -> None:
+def test_partial_files_of_a_killed_writer_are_removed(model: Path, store: PackedCache) -> None:
     store.directory.mkdir()
     old, new = store.directory / "a.packed.x.part", store.directory / "b.packed.y.part"
     for path in (old, new):
@@ -285,7 +287,7 @@ def test_what_a_killed_writer_left_is_removed(model: Path, store: PackedCache) -
     assert not old.exists() and new.exists()
 
 
-def test_a_model_replaced_while_it_is_packed_is_not_kept(
+def test_a_model_replaced_during_packing_is_not_cached(
     model: Path, store: PackedCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = loading.pack
@@ -301,7 +303,7 @@ def test_a_model_replaced_while_it_is_packed_is_not_kept(
 
 
 @pytest.mark.seconds
-def test_processes_that_start_together_do_no_harm(model: Path, store: PackedCache) -> None:
+def test_concurrent_starts_pack_the_same_weights(model: Path, store: PackedCache) -> None:
     code = (
         "import sys; from pathlib import Path; from tests.unit import test_packed_cache as tests;"
         "store = tests.PackedCache(Path(sys.argv[2]), free_share=1.0);"

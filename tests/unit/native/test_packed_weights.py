@@ -38,7 +38,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("cached", [False, True])
-def test_packed_weights_are_the_models(
+def test_packed_weights_equal_the_models(
     tmp_path: Path, store: PackedCache, family: str, cached: bool
 ) -> None:
     """Reordered heads (GGUF), turned matrices (GPT-2), stacked and interleaved parts, tails."""
@@ -69,7 +69,9 @@ def test_packed_weights_are_the_models(
         np.testing.assert_array_equal(weights.vectors[name], source.weights[name].numpy())
 
 
-def test_the_models_pages_are_let_go(model: Path, store: PackedCache) -> None:
+def test_pages_of_the_model_file_are_released_after_packing(
+    model: Path, store: PackedCache
+) -> None:
     """Neither packing nor mapping leaves the checkpoint in our resident memory."""
     for _ in range(2):
         source = open_model(model)
@@ -84,7 +86,7 @@ def test_the_models_pages_are_let_go(model: Path, store: PackedCache) -> None:
     assert weights.from_cache
 
 
-def test_progress_ends_at_the_total(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packing_progress_ends_at_the_total(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.native.weights.loading._BATCH_BYTES", 1)
     calls: list[tuple[int, int]] = []
     weights = load(model, None, progress=lambda done, total: calls.append((done, total)))
@@ -122,7 +124,7 @@ def test_a_damaged_scale_is_named(tmp_path: Path) -> None:
         load_weights(source, [matrix], [], threads=1, cache=None)
 
 
-def test_a_type_without_kernels_is_packed_as_one_that_has_them(
+def test_types_without_kernels_are_converted_when_packed(
     tmp_path: Path, store: PackedCache
 ) -> None:
     """In GGUF, the rows of queries are reordered. The cache has what the first load packed."""

@@ -15,7 +15,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_without_a_terminal_it_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_terminal_packing_progress_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG):
         PackingProgress("model.gguf")(32 << 20, 96 << 20)
     assert "packing model.gguf: 32 of 96 MiB" in caplog.text
@@ -23,7 +23,7 @@ def test_without_a_terminal_it_is_logged(caplog: pytest.LogCaptureFixture) -> No
 
 
 @pytest.mark.parametrize(("patience_s", "shown"), [(60.0, False), (0.0, True)])
-def test_a_bar_comes_only_when_it_takes_long(
+def test_a_progress_bar_is_shown_only_for_long_packing(
     monkeypatch: pytest.MonkeyPatch, patience_s: float, shown: bool
 ) -> None:
     terminal = Terminal()

@@ -59,11 +59,11 @@ def test_every_locked_package_has_hashes() -> None:
         ("CapabilityBoundingSet", ""),
     ],
 )
-def test_the_unit_gives_no_rights(key: str, value: str) -> None:
+def test_the_systemd_unit_is_hardened(key: str, value: str) -> None:
     assert unit()[key] == value
 
 
-def test_the_unit_waits_for_a_drain_and_watches() -> None:
+def test_the_systemd_unit_allows_a_drain_and_has_a_watchdog() -> None:
     service = unit()
     assert int(service["TimeoutStopSec"]) > Settings().server.drain_timeout_s + 10
     assert int(service["WatchdogSec"]) > 0
@@ -72,7 +72,7 @@ def test_the_unit_waits_for_a_drain_and_watches() -> None:
 
 
 @pytest.mark.parametrize("name", ["Containerfile", "Containerfile.cuda"])
-def test_the_image_runs_as_nobody_and_is_probed(name: str) -> None:
+def test_container_images_run_unprivileged_with_a_health_check(name: str) -> None:
     lines = (DEPLOY / name).read_text().replace("\\\n", "").splitlines()
     last_stage = lines[max(i for i, line in enumerate(lines) if line.startswith("FROM")) :]
     assert not any("g++" in line for line in last_stage)
@@ -84,7 +84,7 @@ def test_the_image_runs_as_nobody_and_is_probed(name: str) -> None:
     assert any("--require-hashes" in line for line in lines)
 
 
-def test_an_image_is_built_from_no_more_than_it_copies() -> None:
+def test_containerignore_admits_only_what_the_image_copies() -> None:
     """What is not copied is ignored, so a change of it builds nothing again."""
     known = (ROOT / ".containerignore").read_text().splitlines()
     kept = {line.removeprefix("!") for line in known if line.startswith("!")}
@@ -99,7 +99,7 @@ def test_an_image_is_built_from_no_more_than_it_copies() -> None:
     assert all((ROOT / each).exists() for each in kept)
 
 
-def test_the_compose_file_opens_nothing_to_others() -> None:
+def test_the_compose_file_publishes_ports_on_localhost_only() -> None:
     services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
     assert {"engine", "redis", "open-webui", "prometheus", "grafana"} == set(services)
     for name, service in services.items():
@@ -115,7 +115,7 @@ def test_the_compose_file_opens_nothing_to_others() -> None:
     assert loaded.server.allowed_hosts == ("engine",) and loaded.tiers.redis_url is not None
 
 
-def test_the_example_of_two_machines_is_a_configuration(tmp_path: Path) -> None:
+def test_the_two_machines_example_is_a_valid_configuration(tmp_path: Path) -> None:
     example = ROOT / "examples/deploy_inference_server/two_machines/engine.toml"
     settings = load_settings(example, environ={}).settings
     assert list(settings.tables.backends) == ["one", "two"]

@@ -58,7 +58,7 @@ def broken(page: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_of_a_page_resolve(page: Path) -> None:
     assert not list(broken(page))
 
 
@@ -70,7 +70,7 @@ def test_a_broken_link_is_noticed(tmp_path: Path) -> None:
     assert list(broken(page)) == ["gone.md", "#two", f"{FILES_URL}gone.py"]
 
 
-def test_every_page_is_on_one_shelf_of_the_index() -> None:
+def test_every_page_is_listed_once_in_the_index() -> None:
     text = INDEX.read_text(encoding="utf-8")
     assert re.findall(r"^## (.*)$", text, flags=re.MULTILINE) == SHELVES
     listed = re.findall(r"^- \[[^\]]+\]\(([^)#]+)\): \S.*\.$", text, flags=re.MULTILINE)
@@ -79,7 +79,7 @@ def test_every_page_is_on_one_shelf_of_the_index() -> None:
     assert sorted(path for path in inside if path.is_relative_to(DOCS)) == sorted(pages)
 
 
-def test_the_readme_works_without_the_files_beside_it() -> None:
+def test_the_readme_has_no_relative_links() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert [link for link in links(text) if "://" not in link and not link.startswith("#")] == []
 
@@ -92,7 +92,7 @@ def test_the_readme_lists_every_command() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_named_modules_scripts_and_settings_exist(page: Path) -> None:
+def test_modules_scripts_and_settings_named_in_documents_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     modules = re.findall(r"\bpython3? -m ((?:engine|benchmarks|tests)\.[\w.]+)", text)
     scripts = [
@@ -118,7 +118,7 @@ def flags(command: Any) -> set[str]:
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS.keys() - {"dev"}))
-def test_documented_flags_exist(name: str) -> None:
+def test_flags_in_the_documents_exist(name: str) -> None:
     texts = [page.read_text(encoding="utf-8").replace("\\\n", " ") for page in PAGES]
     calls = [call for text in texts for call in re.findall(rf"\bengine {name}\b[^`|#\n]*", text)]
     given = {flag for call in calls for flag in re.findall(r"\s(--[a-z][a-z-]*)", call)}
@@ -133,7 +133,7 @@ def test_reference_pages_follow_the_code(name: str) -> None:
 
 
 @pytest.mark.seconds
-def test_a_stale_reference_page_ends_the_check(
+def test_a_stale_reference_page_fails_the_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reference_pages, "FOLDER", tmp_path)
@@ -148,7 +148,7 @@ def test_a_stale_reference_page_ends_the_check(
         reference_pages.main(["--check"])
 
 
-def test_settings_without_a_sentence_are_refused() -> None:
+def test_a_setting_without_a_docstring_is_refused() -> None:
     class Section(reference_pages.BaseModel):
         port: int = 1
         """Port to listen on."""
@@ -158,7 +158,7 @@ def test_settings_without_a_sentence_are_refused() -> None:
         list(reference_pages._fields(Section))
 
 
-def test_the_module_map_has_first_sentences(tmp_path: Path) -> None:
+def test_the_module_map_prints_first_sentences(tmp_path: Path) -> None:
     files = {
         "__init__.py": '"""A package. And more."""',
         "b.py": '"""Reads `b`\nfor 1.5 s: all of it.\n\nNot this. """',

@@ -21,7 +21,7 @@ def objects(text: str) -> list[dict[str, Any]]:
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("version", [VERSIONS[0], VERSIONS[-1]])
-def test_they_are_valid(version: str) -> None:
+def test_kubernetes_manifests_are_valid(version: str) -> None:
     manifests = objects((FOLDER / "base/engine.yaml").read_text())
     assert {each["kind"] for each in manifests} >= {"Deployment", "Service", "NetworkPolicy"}
     assert problems(manifests) == []
@@ -30,7 +30,7 @@ def test_they_are_valid(version: str) -> None:
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not here")
 @pytest.mark.parametrize("folder", ["base", "gpu"])
-def test_kustomize_builds_them(folder: str) -> None:
+def test_kustomize_builds_the_kubernetes_manifests(folder: str) -> None:
     command = ["kubectl", "kustomize", str(FOLDER / folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     manifests = objects(done.stdout)

@@ -5,17 +5,23 @@ Everything here reads syntax trees, so it covers code that no other test runs.
 
 import ast
 import gc
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections import Counter
+from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
 
 import pytest
 
-from tests.support.references.source_trees import (
+from engine_tools.dev.measure_structure import (
+    code_lines,
+    long_imports,
+    one_importer_next_door,
+    package_cycles,
+    package_imports,
+)
+from engine_tools.source_trees import (
     PACKAGES,
     ROOT,
-    Source,
     dotted,
     imports,
     is_within,
@@ -26,6 +32,8 @@ MAX_FILE_LINES = 400  # of code
 MAX_FUNCTION_LINES = 60
 MAX_KERNEL_LINES = 100  # a kernel is one function, with a line for each parameter
 MAX_FOLDER_FILES = 19
+MAX_LONG_IMPORTS = 5
+MAX_ONE_IMPORTER_MODULES = 112
 
 # A module may import rooms of its own rank or lower. The composition roots stand on top.
 RANKS = {
@@ -65,16 +73,6 @@ RANKS = {
     "engine.servers.run": 4,
     "engine_tools": 4,
 }
-# What builds the whole from its parts. It is no part of a cycle, because only RANKS bind it.
-COMPOSITION_ROOTS = (
-    "engine.backends.custom.app",
-    "engine.cli",
-    "engine.library",
-    "engine.llm",
-    "engine_tools",
-    "engine.servers.app",
-    "engine.servers.run",
-)
 # Where a tensor library, or a library that loads one, may be imported.
 FRAMEWORKS = ("native", "torch", "jax", "tinygrad")
 WORKSHOP = "engine_tools.dev"
@@ -202,12 +200,12 @@ def rank(module: str) -> int | None:
     return RANKS[max(rooms, key=len)] if rooms else None
 
 
-def test_every_module_has_a_place() -> None:
+def test_every_module_has_a_rank() -> None:
     unplaced = [each.module for each in sources() if rank(each.module) is None]
     assert unplaced == ["engine"], "give a new room its rank above"
 
 
-def test_imports_point_down() -> None:
+def test_imports_point_to_lower_ranks() -> None:
     wrong = []
     for source in sources():
         own = rank(source.module)
@@ -226,54 +224,26 @@ def test_imports_point_down() -> None:
     assert not wrong
 
 
-def package_imports() -> dict[str, dict[str, str]]:
-    """For each package, the packages that it imports, each with a place where it does. A package
-    and those inside of it count as one, so imports between them are left out.
-    """
-    packages = {each.module for each in sources() if each.path.name == "__init__.py"}
-    found: dict[str, dict[str, str]] = {each: {} for each in packages}
-    for source in sources():
-        if any(is_within(source.module, root) for root in COMPOSITION_ROOTS):
-            continue
-        own = package_of(source.module, packages)
-        for node, target in imports(source):
-            if not is_within(target, "engine") or target in COMPOSITION_ROOTS:
-                continue
-            theirs = package_of(target, packages)
-            if not is_within(own, theirs) and not is_within(theirs, own):
-                found[own].setdefault(theirs, f"{source.at(node)} imports {target}")
-    return found
-
-
-def package_of(module: str, packages: Set[str]) -> str:
-    return module if module in packages else module.rpartition(".")[0]
-
-
-def shortest_way(graph: Mapping[str, Iterable[str]], start: str, end: str) -> list[str] | None:
-    ways = deque([[start]])
-    seen = {start}
-    while ways:
-        way = ways.popleft()
-        for each in graph[way[-1]]:
-            if each == end:
-                return [*way, each]
-            if each not in seen:
-                seen.add(each)
-                ways.append([*way, each])
-    return None
-
-
 def test_no_import_cycle_between_packages() -> None:
     """Packages can be understood, tested and moved one after the other, from the lowest."""
     graph = package_imports()
-    cycles = [way for package in sorted(graph) if (way := shortest_way(graph, package, package))]
+    cycles = package_cycles()
     if cycles:
         shortest = min(cycles, key=len)
         steps = "\n".join(graph[a][b] for a, b in pairwise(shortest))
         pytest.fail(f"{' -> '.join(shortest)}\n{steps}", pytrace=False)
 
 
-def test_frameworks_stay_in_their_rooms() -> None:
+def test_few_imports_have_six_dotted_parts() -> None:
+    assert len(long_imports()) <= MAX_LONG_IMPORTS
+
+
+def test_few_modules_have_one_importer_next_door() -> None:
+    """Such a module may be a paragraph of its importer. The bound only ever falls."""
+    assert len(one_importer_next_door()) <= MAX_ONE_IMPORTER_MODULES
+
+
+def test_framework_libraries_are_imported_only_in_their_packages() -> None:
     wrong = []
     for source in sources():
         for node, target in imports(source):
@@ -284,24 +254,11 @@ def test_frameworks_stay_in_their_rooms() -> None:
 
 
 @pytest.mark.parametrize(("name", "most"), [("jax", 1900), ("tinygrad", 1400)])
-def test_small_frameworks_stay_small(name: str, most: int) -> None:
+def test_the_jax_and_tinygrad_packages_stay_small(name: str, most: int) -> None:
     """What a second framework would need too belongs beside their folders."""
     room = f"engine.{name}"
     found = [source for source in sources() if is_within(source.module, room)]
-    assert 0 < sum(map(num_code_lines, found)) < most
-
-
-def num_code_lines(source: Source) -> int:
-    """Without blank lines, comments and docstrings: a clear text costs nothing."""
-    texts = set()
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            texts |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-    lines = [line.strip() for line in source.text.splitlines()]
-    return sum(
-        bool(line) and not line.startswith("#") and number not in texts
-        for number, line in enumerate(lines, 1)
-    )
+    assert 0 < sum(len(code_lines(source)) for source in found) < most
 
 
 def test_frameworks_do_not_import_each_other() -> None:
@@ -318,7 +275,7 @@ def test_frameworks_do_not_import_each_other() -> None:
     assert not wrong
 
 
-def test_rooms_import_only_what_they_may() -> None:
+def test_rooms_import_only_allowed_modules() -> None:
     wrong = [
         f"{source.at(node)} imports {target}"
         for room, allowed in SHARED_ROOMS.items()
@@ -343,7 +300,7 @@ def test_generic_server_code_imports_no_api() -> None:
     assert not wrong
 
 
-def test_every_folder_says_what_it_holds() -> None:
+def test_every_package_has_a_docstring() -> None:
     folders = {each.path.parent for each in sources()}
     told = {
         each.path.parent
@@ -353,7 +310,7 @@ def test_every_folder_says_what_it_holds() -> None:
     assert not sorted(str(path.relative_to(ROOT)) for path in folders - told)
 
 
-def test_folders_stay_small() -> None:
+def test_folders_have_few_files() -> None:
     kinds = {".py", ".cpp", ".h", ".cu", ".cuh"}
     files = [
         path
@@ -366,7 +323,7 @@ def test_folders_stay_small() -> None:
     assert not large
 
 
-def test_cuda_is_asked_for_in_one_place() -> None:
+def test_cuda_only_apis_are_used_in_few_modules() -> None:
     """So that a ROCm build of PyTorch runs all other files."""
     wrong = [
         f"{source.at(node)} uses {node.attr}"
@@ -400,11 +357,11 @@ def code_from_data() -> list[str]:
     return wrong
 
 
-def test_nothing_can_run_code_from_data() -> None:
+def test_nothing_that_turns_data_into_code_is_used() -> None:
     assert not code_from_data()
 
 
-def test_jinja_has_one_home() -> None:
+def test_jinja_is_imported_in_one_module() -> None:
     users = {
         source.module
         for source in sources()
@@ -414,7 +371,7 @@ def test_jinja_has_one_home() -> None:
     assert users <= JINJA_HOMES
 
 
-def test_the_device_is_waited_for_in_one_place() -> None:
+def test_only_wait_and_logits_synchronize_with_the_device() -> None:
     """In frameworks, only `PendingTokens.wait` and `logits` may read values from the device."""
     wrong = []
     for source in sources():
@@ -460,7 +417,7 @@ def test_durations_do_not_use_the_wall_clock() -> None:
 def test_files_and_functions_stay_small(folder: str) -> None:
     large = []
     for source in sources(folder):
-        num_lines = num_code_lines(source)
+        num_lines = len(code_lines(source))
         if num_lines > MAX_FILE_LINES:
             large.append(f"{source.at(source.tree)} has {num_lines} lines of code")
         for node in source.nodes:

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_a_mistake_can_still_be_made_and_has_its_test(
+def test_every_mutant_still_applies_and_names_an_existing_test(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)

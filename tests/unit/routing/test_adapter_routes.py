@@ -82,7 +82,7 @@ def models(server: LiveServer, key: str = ADMIN) -> dict[str, Any]:
     return {each["id"]: each.get("parent") for each in told}
 
 
-def test_routes_load_and_unload(server: tuple[LiveServer, str]) -> None:
+def test_adapters_are_loaded_and_unloaded_over_http(server: tuple[LiveServer, str]) -> None:
     live, limited = server
     body = {"lora_name": "tuned", "lora_path": "/somewhere"}
     assert post(live, "/v1/load_lora_adapter", body, limited).status_code == 403
@@ -155,7 +155,7 @@ async def test_the_router_loads_an_adapter_into_all_backends_of_its_model() -> N
         await made.unload_adapter("tuned")
 
 
-async def test_an_adapter_that_one_backend_refuses_is_in_none() -> None:
+async def test_an_adapter_refused_by_one_backend_is_loaded_into_none() -> None:
     made, backends = two_models()
 
     async def refuse(*_: Any, **__: Any) -> None:
@@ -171,14 +171,14 @@ async def test_an_adapter_that_one_backend_refuses_is_in_none() -> None:
     assert [len(each.requests) for each in backends] == [3, 0, 0]
 
 
-def test_an_adapter_has_prefixes_of_its_own() -> None:
+def test_an_adapters_prompts_have_their_own_routing_prefixes() -> None:
     asked = asking(model="m")
     text = ({"role": "user", "content": "a" * 1000},)
     request = type(asked)(context=asked.context, messages=text)
     assert set(Asked(request).prompt.keys).isdisjoint(Asked(request, "tuned").prompt.keys)
 
 
-async def test_adapters_come_back_with_an_unloaded_model() -> None:
+async def test_adapters_are_reloaded_with_an_unloaded_model() -> None:
     backends: list[Tuned] = []
 
     def make() -> Tuned:
@@ -221,7 +221,7 @@ def tables(folder: Path, text: str) -> Any:
     return load_settings(path).settings
 
 
-def test_settings_name_the_base_of_an_adapter(tmp_path: Path) -> None:
+def test_settings_name_the_base_model_of_an_adapter(tmp_path: Path) -> None:
     settings = tables(tmp_path, TABLES + '[adapters.tuned]\npath = "a"\nbase = "second"\n')
     assert adapters_of("one", settings.tables) == {}
     assert adapters_of("two", settings.tables) == {"tuned": str(tmp_path / "a")}

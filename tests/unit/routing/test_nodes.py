@@ -48,7 +48,7 @@ async def alone(prompts, **fields) -> list[str]:
         return [text for text, _ in await asyncio.gather(*asked)]
 
 
-async def test_a_node_gets_requests_and_answers_like_the_server() -> None:
+async def test_a_node_serves_requests_with_the_same_answers_as_the_server() -> None:
     prompts = [prompt(number) for number in range(12)]
     expected = await alone(prompts)
     async with routed() as server, node(server):
@@ -65,7 +65,7 @@ async def test_sampling_choices_logprobs_and_stop_tokens_cross_the_wire() -> Non
         assert [(await server.ask(prompt(1), **fields))[0]] == expected
 
 
-async def test_requests_go_where_their_prefix_is_cached() -> None:
+async def test_requests_go_to_the_node_that_cached_their_prefix() -> None:
     async with (
         routed(NoEngine()) as server,
         node(server, name="a", block_size=16),
@@ -82,7 +82,7 @@ async def test_requests_go_where_their_prefix_is_cached() -> None:
         assert {server.pool._placed[f"r{number}"] for number in last} == {"a", "b"}
 
 
-async def test_requests_for_adapters_stay_where_their_files_are() -> None:
+async def test_requests_for_an_adapter_go_to_nodes_that_have_its_files() -> None:
     async with routed() as server, node(server):
 
         def placed(adapter: AdapterRef | None) -> set[str]:
@@ -98,7 +98,7 @@ async def test_requests_for_adapters_stay_where_their_files_are() -> None:
         assert placed(AdapterRef("key", "/only/here")) == {LOCAL}
 
 
-async def test_the_table_has_what_the_node_has_cached() -> None:
+async def test_the_routing_table_follows_the_nodes_cached_blocks() -> None:
     async with routed(NoEngine()) as server, node(server):
         engine = server.pool.engines["node"]
         await server.ask(prompt(1, 140), salt="s")
@@ -161,7 +161,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-async def test_what_a_node_sends_harms_no_request_of_another(kind: str) -> None:
+async def test_hostile_messages_of_a_node_do_not_affect_requests_of_other_nodes(kind: str) -> None:
     """Requests of another node go on. Those of the hostile node end, whatever their answer is."""
     prompts = [prompt(number, 6) for number in range(8)]
     expected = await alone(prompts, max_tokens=40)
@@ -199,7 +199,7 @@ UNSOUND = {
 
 
 @pytest.mark.parametrize("kind", UNSOUND)
-async def test_statistics_that_no_engine_has_end_the_connection_of_their_node(kind: str) -> None:
+async def test_a_node_with_impossible_statistics_is_disconnected(kind: str) -> None:
     """They would stay in the totals of the server, or hold up the requests of the lost node."""
     assert EngineStats().is_sound
     async with routed(NoEngine()) as server, node(server) as bad:
@@ -214,7 +214,7 @@ async def test_statistics_that_no_engine_has_end_the_connection_of_their_node(ki
 
 
 @pytest.mark.parametrize("tokens", [(1, -1), (1, VOCAB), (1, 2**31), (1,) * 41], ids=str)
-async def test_a_token_that_cant_be_goes_to_no_client_and_no_other_engine(
+async def test_a_node_that_sends_impossible_tokens_is_dropped(
     tokens: tuple[int, ...],
 ) -> None:
     """The node that sent it is dropped, and its requests go on elsewhere."""
@@ -236,7 +236,7 @@ async def test_a_node_with_a_longer_context_than_the_model_is_refused() -> None:
             server.manager._check_context(server.backend, server.pool, hello)
 
 
-async def test_a_server_asks_a_node_for_nothing_that_concerns_its_machine() -> None:
+async def test_a_node_refuses_control_messages_about_its_own_machine() -> None:
     async with routed(NoEngine()) as server, node(server):
         link = server.pool.engines["node"].link
         for action in ("load_adapter", "serve_blocks", "log_level"):
@@ -245,7 +245,7 @@ async def test_a_server_asks_a_node_for_nothing_that_concerns_its_machine() -> N
         assert (await link.control("flush_cache")).ok
 
 
-async def test_a_node_without_the_token_or_with_odd_names_gets_no_place(
+async def test_a_node_with_a_wrong_token_or_an_invalid_name_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with routed(NoEngine()) as server:
@@ -261,7 +261,7 @@ async def test_a_node_without_the_token_or_with_odd_names_gets_no_place(
             msgspec.convert(name, Name)
 
 
-async def test_a_node_and_a_server_prove_their_token_and_send_it_never(
+async def test_node_and_server_prove_their_token_without_sending_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A proof of another time, or of another connection, is worth nothing. Nor is a frame that
@@ -309,7 +309,7 @@ async def ready_of_toy() -> Ready:
         return server.backend.ready
 
 
-async def test_a_node_works_for_two_servers() -> None:
+async def test_a_node_can_serve_two_servers() -> None:
     async with routed() as one, routed() as two, node(one, two):
         texts = await asyncio.gather(
             *(
@@ -334,7 +334,7 @@ async def test_a_leaving_node_finishes_its_requests() -> None:
             server.manager.drain("nobody")
 
 
-async def test_a_node_that_leaves_while_it_is_checked_is_not_listed(
+async def test_a_node_that_disconnects_during_its_check_is_not_listed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     checked, digest = threading.Event(), manager_module.model_digest
@@ -362,7 +362,9 @@ async def refusal(server, **fields) -> EngineError:
     raise AssertionError("the node was not refused")
 
 
-async def test_what_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+async def test_nodes_with_a_wrong_token_or_another_model_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path
+) -> None:
     async with routed() as server:
         with pytest.raises(AuthenticationError, match=r"token is not the server's"):
             await refusal(server, token="another-token-of-somebody")
@@ -394,7 +396,7 @@ def test_the_token_file_must_be_private(tmp_path) -> None:
         endpoint_of("server:80", "token")
 
 
-async def test_a_server_without_nodes_says_what_to_do() -> None:
+async def test_a_server_without_nodes_refuses_with_advice() -> None:
     async with routed(NoEngine()) as server:
         with pytest.raises(UnavailableError, match="engine node join"):
             await server.ask(prompt(1))

@@ -84,7 +84,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-async def test_an_unloaded_model_is_ready_and_the_next_request_loads_it_once() -> None:
+async def test_the_next_request_loads_an_unloaded_model_once() -> None:
     factory = Factory(start_s=0.02)
     model = OnDemand("m", factory, Residency())
     assert not model.health().ready
@@ -100,7 +100,7 @@ async def test_an_unloaded_model_is_ready_and_the_next_request_loads_it_once() -
     assert len(factory.made) == 2 and model.num_open == 0
 
 
-async def test_a_log_level_holds_for_later_loads() -> None:
+async def test_a_log_level_is_kept_for_later_loads() -> None:
     factory = Factory()
     model = OnDemand("m", factory, Residency())
     await model.set_log_level("debug")
@@ -111,7 +111,7 @@ async def test_a_log_level_holds_for_later_loads() -> None:
     assert [each.log_levels for each in factory.made] == [["debug", "error"], ["error"]]
 
 
-async def test_a_load_that_fails_is_told_to_all_who_wait_and_tried_again() -> None:
+async def test_a_failed_load_fails_all_waiting_requests_and_is_retried_later() -> None:
     factory = Factory(start_s=0.01)
     model = OnDemand("m", factory, Residency())
     await model.start()
@@ -140,7 +140,7 @@ async def test_unloading_waits_for_running_requests_and_refuses_new_ones() -> No
     assert await unloading and factory.num_running == 0
 
 
-async def test_leaving_while_it_loads_keeps_it_loading_for_others() -> None:
+async def test_cancelling_one_waiting_request_keeps_the_model_loading_for_others() -> None:
     factory = Factory(start_s=0.05)
     model = OnDemand("m", factory, Residency())
     first = asyncio.create_task(answer(model))
@@ -151,7 +151,7 @@ async def test_leaving_while_it_loads_keeps_it_loading_for_others() -> None:
     assert model.num_open == 0 and len(factory.made) == 1
 
 
-async def test_the_least_recently_used_makes_room() -> None:
+async def test_the_least_recently_used_model_is_unloaded_to_make_room() -> None:
     residency = Residency(budget_bytes=250 * MIB)
     factories = {name: Factory() for name in "abc"}
     models = {
@@ -168,7 +168,7 @@ async def test_the_least_recently_used_makes_room() -> None:
     assert residency.resident_bytes <= 250 * MIB
 
 
-async def test_what_a_model_took_the_last_time_is_what_it_needs() -> None:
+async def test_the_measured_memory_of_a_model_is_expected_at_its_next_load() -> None:
     residency = Residency(budget_bytes=250 * MIB)
     model = OnDemand("a", Factory(size_mib=200), residency, expected_bytes=100 * MIB)
     other = OnDemand("b", Factory(), residency, expected_bytes=100 * MIB)
@@ -198,7 +198,7 @@ async def test_a_model_in_use_is_not_unloaded_for_another() -> None:
     assert not first.is_loaded
 
 
-async def test_a_model_larger_than_the_budget_is_refused_by_size() -> None:
+async def test_a_model_larger_than_the_memory_budget_is_refused() -> None:
     model = OnDemand("m", Factory(), Residency(budget_bytes=MIB), expected_bytes=2 * MIB)
     with pytest.raises(ResourceError, match="memory_budget_mb"):
         await model.load()
@@ -229,7 +229,7 @@ async def test_idle_models_are_unloaded_and_busy_ones_are_not() -> None:
 
 
 @pytest.mark.parametrize("field", ["num_running", "num_waiting"])
-async def test_requests_from_before_it_was_wrapped_keep_a_model_busy(field: str) -> None:
+async def test_requests_older_than_the_wrapper_keep_a_model_busy(field: str) -> None:
     factory = Factory()
     model = OnDemand("used", factory, Residency(idle_s=0.01))
     await model.start()
@@ -238,7 +238,7 @@ async def test_requests_from_before_it_was_wrapped_keep_a_model_busy(field: str)
     assert model.num_open == 0 and model.is_busy
 
 
-async def test_stopping_ends_a_load_that_is_under_way() -> None:
+async def test_stopping_cancels_a_load_in_progress() -> None:
     factory = Factory(start_s=30)
     model = OnDemand("m", factory, Residency())
     loading = asyncio.create_task(model.start())

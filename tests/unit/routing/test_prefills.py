@@ -136,7 +136,7 @@ async def test_a_long_prompt_goes_to_a_prefill_node_first() -> None:
     assert cluster.pool.answered_by("r") == ("d",)
 
 
-async def test_a_client_is_told_when_a_prefill_node_begins() -> None:
+async def test_the_begin_event_is_forwarded_when_a_prefill_node_starts() -> None:
     cluster = Cluster(p="prefill", d="decode")
     client = cluster.ask(tells_begin=True)
     question, receiver = cluster.links["p"].sent["r:prefill"]
@@ -147,7 +147,7 @@ async def test_a_client_is_told_when_a_prefill_node_begins() -> None:
     assert len(client.got) == 1
 
 
-async def test_the_time_of_a_prefill_node_is_no_waiting_for_a_turn(
+async def test_time_at_a_prefill_node_does_not_count_as_queue_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = [100.0]
@@ -170,13 +170,15 @@ async def test_the_time_of_a_prefill_node_is_no_waiting_for_a_turn(
         {"params": SamplingParams(score_prompt=True)},
     ],
 )
-async def test_what_goes_straight_to_a_decode_node(fields: dict[str, Any]) -> None:
+async def test_short_and_special_requests_go_straight_to_a_decode_node(
+    fields: dict[str, Any],
+) -> None:
     cluster = Cluster(p="prefill", d="decode")
     cluster.ask(**fields)
     assert cluster.where() == ["d"] and cluster.handover is None
 
 
-async def test_a_prompt_that_is_cached_goes_straight_to_its_engine() -> None:
+async def test_a_cached_prompt_goes_straight_to_its_decode_node() -> None:
     cluster = Cluster(p="prefill", d="decode")
     number = cluster.pool.engines["d"].number
     known = CachedPrefixes(tuple(prompt_hashes("", LONG)))
@@ -193,13 +195,15 @@ async def test_a_prompt_that_is_cached_goes_straight_to_its_engine() -> None:
         {"p": "both", "d": "decode"},
     ],
 )
-async def test_only_blocks_of_the_same_kind_are_moved(roles: dict[str, Any]) -> None:
+async def test_blocks_are_moved_only_between_engines_of_the_same_layout(
+    roles: dict[str, Any],
+) -> None:
     cluster = Cluster(**roles)
     cluster.ask()
     assert [list(link.sent) for link in cluster.links.values() if link.sent] == [["r"]]
 
 
-async def test_a_prefill_node_gets_whole_requests_only_if_no_other_is_here() -> None:
+async def test_a_prefill_node_gets_whole_requests_only_if_there_is_no_other_node() -> None:
     cluster = Cluster(p="prefill", d="decode")
     for _ in range(8):
         cluster.links["d"].sent["busy" + str(_)] = (None, None)  # type: ignore[assignment]
@@ -210,7 +214,7 @@ async def test_a_prefill_node_gets_whole_requests_only_if_no_other_is_here() -> 
     assert "r" in alone.links["p"].sent
 
 
-async def test_whatever_happens_to_the_node_the_request_goes_on() -> None:
+async def test_a_request_continues_if_its_prefill_node_refuses_or_is_lost() -> None:
     def refuse(cluster: Cluster) -> None:
         cluster.answer("p", finish_reason="error", error_code="RATE_LIMIT")
 
@@ -230,7 +234,7 @@ async def test_whatever_happens_to_the_node_the_request_goes_on() -> None:
     assert cluster.handover.prefilled.outcome == "lost"
 
 
-async def test_a_slow_node_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_prefill_node_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill, "MIN_PATIENCE_S", 0.01)
     monkeypatch.setattr(prefill, "PATIENCE", 0.0)
     cluster = Cluster(p="prefill", d="decode")
@@ -251,14 +255,14 @@ async def test_a_client_that_leaves_ends_the_prefill() -> None:
     assert not cluster.pool.prefills.outcomes
 
 
-async def test_a_swap_takes_held_requests_along() -> None:
+async def test_a_swap_takes_requests_waiting_for_prefill_along() -> None:
     cluster = Cluster(p="prefill", d="decode")
     client = cluster.ask()
     (opened,) = cluster.pool.release()
     assert opened.receiver is client and opened.request.handover is None
 
 
-def test_the_threshold_follows_what_was_measured() -> None:
+def test_the_prefill_threshold_follows_measured_costs() -> None:
     costs = PrefillCosts()
     assert costs.threshold(0.0) == prefill.FIRST_MIN_TOKENS
     costs.record(1000, compute_s=1.0, total_s=1.2)  # 1 ms per token, and 200 ms for asking
@@ -271,7 +275,7 @@ def test_the_threshold_follows_what_was_measured() -> None:
     assert PrefillCosts(99).threshold(1.0) == 99
 
 
-async def test_the_time_of_fetching_is_the_engines_own() -> None:
+async def test_measured_block_fetch_times_decide_about_prefill_nodes() -> None:
     cluster = Cluster(min_tokens=None, p="prefill", d="decode")
     cluster.pool.prefills.costs.record(1000, compute_s=1.0, total_s=1.2)
     slow = TierStats(name="peers", load_s=10.0, saved_tokens=1000)

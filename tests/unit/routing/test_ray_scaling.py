@@ -40,7 +40,7 @@ class FakeNodes:
         self.count = count
 
 
-def test_more_nodes_come_at_once_and_fewer_after_a_while() -> None:
+def test_nodes_are_added_at_once_and_removed_after_a_delay() -> None:
     scaler = Autoscaler(min_nodes=0, max_nodes=3, per_node=4, patience_s=10.0)
     assert scaler.wanted(0, 0, now=0.0) == 0
     assert scaler.wanted(0, 1, now=1.0) == 1
@@ -53,13 +53,13 @@ def test_more_nodes_come_at_once_and_fewer_after_a_while() -> None:
     assert scaler.wanted(3, 0, now=23.0) == 0
 
 
-def test_the_least_number_of_nodes_stays() -> None:
+def test_the_minimum_number_of_nodes_stays() -> None:
     scaler = Autoscaler(min_nodes=2, max_nodes=3, per_node=4, patience_s=0.0)
     assert scaler.wanted(0, 0, now=0.0) == 2
     assert scaler.wanted(3, 0, now=1.0) == 2
 
 
-def test_a_cluster_follows_the_queue_and_trouble_is_told_once(
+def test_scaling_follows_the_queue_and_logs_each_problem_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.WARNING)
@@ -90,13 +90,13 @@ def test_a_cluster_follows_the_queue_and_trouble_is_told_once(
     assert caplog.messages[2:] == ["node-0 failed: the token is wrong"]
 
 
-def test_the_token_of_an_actor_is_never_on_a_disk() -> None:
+def test_a_ray_actors_token_is_never_written_to_disk() -> None:
     path = Path(_memory_file("a-token-of-some-length"))
     assert read_token(path) == "a-token-of-some-length"
     assert "memfd:" in str(path.readlink())
 
 
-def test_an_address_at_which_nothing_listens_is_told_at_once() -> None:
+def test_an_unreachable_ray_address_is_reported_at_once() -> None:
     """Ray tries for more than ten minutes."""
     with pytest.raises(UnavailableError, match=r"No Ray cluster answers at 127\.0\.0\.1:"):
         _check_reachable(f"127.0.0.1:{free_port()}")

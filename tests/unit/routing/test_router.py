@@ -36,7 +36,9 @@ from tests.support.fakes.routed_replicas import (
 
 
 @both_ways
-async def test_a_failure_before_the_first_event_moves_the_request(take: Any) -> None:
+async def test_a_failure_before_the_first_event_moves_the_request_to_another_replica(
+    take: Any,
+) -> None:
     one, two = replica("one"), replica("two")
     fake(one).refusal = GONE
     made = router(one, two)
@@ -50,7 +52,7 @@ async def test_a_failure_before_the_first_event_moves_the_request(take: Any) -> 
 
 
 @both_ways
-async def test_nothing_is_repeated_after_the_first_event(take: Any) -> None:
+async def test_a_stream_is_not_retried_after_its_first_event(take: Any) -> None:
     one, two = replica("one"), replica("two")
     fake(one).failure, fake(one).fail_after = GONE, 2
     with pytest.raises(UnavailableError, match="it is gone"):
@@ -59,7 +61,7 @@ async def test_nothing_is_repeated_after_the_first_event(take: Any) -> None:
 
 
 @both_ways
-async def test_what_is_the_clients_fault_is_told_at_once(take: Any) -> None:
+async def test_client_errors_are_not_retried(take: Any) -> None:
     one, two = replica("one"), replica("two")
     fake(one).refusal = InvalidRequestError("no", param="messages")
     with pytest.raises(InvalidRequestError):
@@ -67,7 +69,7 @@ async def test_what_is_the_clients_fault_is_told_at_once(take: Any) -> None:
     assert not fake(two).requests and one.num_failures == 0
 
 
-async def test_attempts_are_bounded_and_the_last_error_is_the_answer() -> None:
+async def test_retries_are_bounded_and_the_last_error_is_returned() -> None:
     everyone = [replica(f"r{number}") for number in range(6)]
     for each in everyone:
         fake(each).refusal = GONE
@@ -77,7 +79,7 @@ async def test_attempts_are_bounded_and_the_last_error_is_the_answer() -> None:
     assert sum(len(fake(each).requests) for each in everyone) == attempts_module.MAX_ATTEMPTS
 
 
-async def test_no_replica_is_asked_twice() -> None:
+async def test_no_replica_is_tried_twice() -> None:
     one = replica("one")
     fake(one).refusal = GONE
     with pytest.raises(UnavailableError):
@@ -85,7 +87,7 @@ async def test_no_replica_is_asked_twice() -> None:
     assert len(fake(one).requests) == 1
 
 
-async def test_a_fast_path_is_kept() -> None:
+async def test_the_router_keeps_a_backends_feed_interface() -> None:
     one = replica("one", Fed())
     events: list[Event] = []
     stream = router(one).chat(asking())
@@ -96,7 +98,7 @@ async def test_a_fast_path_is_kept() -> None:
 
 
 @both_ways
-async def test_leaving_early_releases_the_backend(take: Any) -> None:
+async def test_cancelling_a_request_releases_the_replica(take: Any) -> None:
     one = replica("one")
     fake(one).token_s = 60.0
     made = router(one)
@@ -110,7 +112,7 @@ async def test_leaving_early_releases_the_backend(take: Any) -> None:
     assert one.num_failures == 0
 
 
-async def test_closing_a_stream_early_releases_the_backend() -> None:
+async def test_closing_a_stream_early_releases_the_replica() -> None:
     one = replica("one")
     async with aclosing(router(one).chat(asking())) as events:  # type: ignore[type-var]
         await anext(events)
@@ -118,7 +120,7 @@ async def test_closing_a_stream_early_releases_the_backend() -> None:
     assert (fake(one).num_open, one.in_flight) == (0, 0)
 
 
-async def test_who_is_down_is_not_asked_and_comes_back() -> None:
+async def test_a_replica_that_is_down_gets_no_requests_until_it_is_back() -> None:
     one, two = replica("one"), replica("two")
     made = router(one, two)
     fake(one).ready = False
@@ -133,7 +135,7 @@ async def test_who_is_down_is_not_asked_and_comes_back() -> None:
     assert len(fake(one).requests) == 2
 
 
-async def test_who_says_it_is_well_and_fails_is_left_out_tried_and_taken_back() -> None:
+async def test_a_failing_replica_is_ejected_probed_and_taken_back() -> None:
     now = [1000.0]
     one = replica("one", clock=lambda: now[0])
     two = replica("two", clock=lambda: now[0])
@@ -156,7 +158,7 @@ async def test_who_says_it_is_well_and_fails_is_left_out_tried_and_taken_back() 
     assert describe_routes(made)["models"][0]["backends"][0]["state"] == "ready"
 
 
-async def test_who_is_only_busy_is_never_left_out() -> None:
+async def test_a_replica_that_is_only_busy_is_never_ejected() -> None:
     one, two = replica("one"), replica("two")
     made = router(one, two)
     fake(one).refusal = RateLimitError("busy")
@@ -165,7 +167,7 @@ async def test_who_is_only_busy_is_never_left_out() -> None:
     assert not one.outlier.is_out and one.num_failures == 0
 
 
-async def test_the_last_one_is_never_left_out() -> None:
+async def test_the_last_replica_is_never_ejected() -> None:
     one, two = replica("one"), replica("two")
     made = router(one, two)
     fake(two).ready = False
@@ -176,7 +178,7 @@ async def test_the_last_one_is_never_left_out() -> None:
     assert len(fake(one).requests) == 20 and not one.outlier.is_ejected
 
 
-async def test_who_is_out_is_asked_when_nobody_else_is_left() -> None:
+async def test_an_ejected_replica_is_used_if_no_other_is_available() -> None:
     one, two = replica("one"), replica("two")
     made = router(one, two)
     fake(one).refusal = GONE
@@ -188,7 +190,7 @@ async def test_who_is_out_is_asked_when_nobody_else_is_left() -> None:
     assert made.answered_by("last") == ("one",)
 
 
-async def test_who_was_down_begins_afresh() -> None:
+async def test_a_replica_that_was_down_starts_with_a_clean_record() -> None:
     one, two = replica("one"), replica("two")
     made = router(one, two)
     fake(one).refusal = GONE
@@ -203,7 +205,7 @@ async def test_who_was_down_begins_afresh() -> None:
     assert not one.outlier.is_ejected and len(fake(one).requests) == CONSECUTIVE_FAILURES + 1
 
 
-async def test_who_is_full_is_passed_over_and_then_waited_for(
+async def test_a_full_replica_is_skipped_and_then_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(attempts_module, "MAX_WAIT_S", 600.0)
@@ -222,7 +224,7 @@ async def test_who_is_full_is_passed_over_and_then_waited_for(
     assert (one.in_flight, two.in_flight) == (0, 0)
 
 
-async def test_when_all_are_full_for_long_the_client_is_told(
+async def test_waiting_too_long_for_a_full_replica_is_a_rate_limit_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(attempts_module, "MAX_WAIT_S", 0.02)
@@ -243,7 +245,7 @@ async def test_when_all_are_full_for_long_the_client_is_told(
     assert not made.routes[0].has_waiting
 
 
-async def test_whoever_leaves_when_its_turn_comes_passes_it_on() -> None:
+async def test_a_cancelled_waiter_passes_its_turn_to_the_next() -> None:
     one = replica("one", max_concurrent=2)
     made = router(one)
     one.in_flight = 2
@@ -270,7 +272,7 @@ class Steps:
 
 
 @both_ways
-async def test_a_second_attempt_has_what_the_first_left_of_the_time(
+async def test_a_retry_gets_the_remaining_time_of_the_request(
     take: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attempts_module, "time", Steps())
@@ -281,7 +283,7 @@ async def test_a_second_attempt_has_what_the_first_left_of_the_time(
     assert left is not None and 50.0 < left < 100.0
 
 
-async def test_who_answered_is_nobody_when_all_failed() -> None:
+async def test_answered_by_is_empty_if_all_replicas_failed() -> None:
     replicas = [replica(f"r{number}") for number in range(attempts_module.MAX_ATTEMPTS)]
     made = router(*replicas)
     for each in replicas:
@@ -291,7 +293,7 @@ async def test_who_answered_is_nobody_when_all_failed() -> None:
     assert made.answered_by("id") == ()
 
 
-async def test_being_late_speaks_against_a_replica_only_before_it_begins() -> None:
+async def test_a_timeout_counts_as_a_failure_only_before_the_first_event() -> None:
     one = replica("one")
     late = RequestTimeoutError("too late")
     fake(one).failure, fake(one).fail_after = late, 2
@@ -304,7 +306,7 @@ async def test_being_late_speaks_against_a_replica_only_before_it_begins() -> No
     assert one.num_failures == 1
 
 
-async def test_a_trial_whose_client_leaves_is_made_again() -> None:
+async def test_a_probe_whose_client_disconnects_is_repeated() -> None:
     now = [1000.0]
     one, two = (replica(name, clock=lambda: now[0]) for name in ("one", "two"))
     made = router(one, two)
@@ -326,7 +328,7 @@ async def test_a_trial_whose_client_leaves_is_made_again() -> None:
     assert made.answered_by("again") == ("one",) and not one.outlier.is_ejected
 
 
-async def test_what_is_flushed_has_been_seen_by_nobody() -> None:
+async def test_flushing_prefixes_clears_what_replicas_have_seen() -> None:
     one = replica("one")
     made = router(one, policy="prefix")
     long = ({"role": "user", "content": "a" * 640},)
@@ -346,7 +348,7 @@ class Adopting(FakeBackend):
         return interrupted.fingerprint == self.fingerprint
 
 
-async def test_an_orphan_moves_to_a_ready_replica_that_can_continue_it() -> None:
+async def test_an_interrupted_request_moves_to_a_ready_replica_with_its_fingerprint() -> None:
     names = ("home", "else", "down", "full", "kin")
     home, other, down, full, kin = (replica(n, Adopting(), max_concurrent=1) for n in names)
     other.backend.fingerprint, fake(down).ready = "another", False
@@ -368,7 +370,7 @@ async def test_an_orphan_moves_to_a_ready_replica_that_can_continue_it() -> None
     assert kin.in_flight == 0 and not made.running
 
 
-async def test_a_replica_that_is_being_restarted_lets_requests_wait() -> None:
+async def test_requests_wait_for_a_replica_that_is_being_restarted() -> None:
     class Restarting(FakeBackend):
         is_ready = True
 

@@ -43,7 +43,7 @@ def test_replicas_are_numbered_and_share_the_cores(
     assert [route.id for route in router.routes] == ["good", "one"]
 
 
-def test_settings_of_our_engine_hold_for_each_and_a_backends_own_come_first(
+def test_engine_settings_apply_to_each_backend_unless_it_has_its_own(
     tmp_path: Path,
 ) -> None:
     router = build(
@@ -57,7 +57,7 @@ def test_settings_of_our_engine_hold_for_each_and_a_backends_own_come_first(
     assert options.threads is None and options.affinity == "auto"
 
 
-def test_a_weight_is_the_lists_or_the_backends(tmp_path: Path) -> None:
+def test_a_models_backend_list_overrides_the_backends_weight(tmp_path: Path) -> None:
     models = "[models.m]\nbackends = ['good', { name = 'two', weight = 5 }]\n"
     router = build(tmp_path, GOOD + "weight = 2\n[backends.two]\nkind = 'native'\n" + models)
     assert [member.weight for member in router.routes[0].members] == [2, 5]
@@ -72,7 +72,7 @@ def test_a_weight_is_the_lists_or_the_backends(tmp_path: Path) -> None:
         (GOOD + "backend_args = 3\n", "backends.good: backend 'native': Expected `object`"),
     ],
 )
-def test_what_a_kind_does_not_know_is_named_with_file_and_key(
+def test_unknown_backend_options_are_named_with_file_and_key(
     tmp_path: Path, toml: str, words: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -80,13 +80,13 @@ def test_what_a_kind_does_not_know_is_named_with_file_and_key(
     assert str(caught.value).startswith(f"my.toml: {words}"), str(caught.value)
 
 
-def test_the_example_is_understood() -> None:
+def test_the_routing_example_builds_a_router() -> None:
     path = Path(__file__).parents[3] / "examples" / "routing" / "engine.toml"
     router = build_router(load_settings(path).settings, CollectorRegistry(), str(path))
     assert [each.name for each in router.replicas] == ["fast#1", "fast#2"]
 
 
-def test_the_example_is_understood_with_all_that_is_commented_out() -> None:
+def test_the_routing_example_with_its_commented_parts_is_valid() -> None:
     text = (Path(__file__).parents[3] / "examples" / "routing" / "engine.toml").read_text()
     _, _, rest = text.partition("never here.\n")
     whole = text + "\n".join(line.removeprefix("#").strip() for line in rest.splitlines())

@@ -93,7 +93,7 @@ async def until(condition, seconds: float = 60.0) -> None:
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("num_kills", [3, pytest.param(10, marks=pytest.mark.slow)])
-async def test_kills_under_32_streams_end_no_request(num_kills: int) -> None:
+async def test_killing_engines_under_32_streams_ends_no_request(num_kills: int) -> None:
     router = toy_router(3, "least_loaded", in_process=False)
     await router.start()
     load = Load(router)
@@ -153,6 +153,6 @@ async def recomputed(policy: str) -> int:
 
 
 @pytest.mark.seconds
-async def test_prefix_routing_recomputes_far_less_than_taking_turns() -> None:
+async def test_prefix_routing_recomputes_far_less_than_round_robin() -> None:
     by_prefix, in_turn = await recomputed("prefix"), await recomputed("round_robin")
     assert by_prefix <= 0.6 * in_turn, (by_prefix, in_turn)

@@ -39,7 +39,7 @@ from tests.support.fakes.routed_replicas import (
 )
 
 
-async def test_nobody_ready_is_503_with_a_time_to_come_back() -> None:
+async def test_no_ready_replica_is_503_with_retry_after() -> None:
     one = replica("one")
     fake(one).ready = False
     with pytest.raises(UnavailableError) as caught:
@@ -47,7 +47,7 @@ async def test_nobody_ready_is_503_with_a_time_to_come_back() -> None:
     assert caught.value.retry_after and "m" in caught.value.message
 
 
-async def test_another_model_answers_while_all_backends_are_down_and_says_so() -> None:
+async def test_a_fallback_model_answers_while_all_backends_are_down() -> None:
     one, two = replica("one"), replica("two")
     policy = make_policy("round_robin")
     routes = [
@@ -71,7 +71,7 @@ async def test_another_model_answers_while_all_backends_are_down_and_says_so() -
         await answer(made, asking(model="nothing"))
 
 
-def test_a_model_can_what_all_its_backends_can() -> None:
+def test_a_models_capabilities_are_those_of_all_its_backends() -> None:
     one, two = replica("one"), replica("two")
     fake(one).set_card(max_model_len=100, backend="native", emulated=("tools",), lacks=("min_p",))
     fake(two).set_card(capabilities=("chat", "tools"), backend="vllm", emulated=("min_p", "n"))
@@ -81,7 +81,7 @@ def test_a_model_can_what_all_its_backends_can() -> None:
     assert (card.lacks, card.emulated) == (("min_p",), ("tools", "n"))
 
 
-async def test_all_start_at_once_and_none_stays_if_one_cannot() -> None:
+async def test_all_backends_start_at_once_and_are_stopped_if_one_fails() -> None:
     one, two = replica("one"), replica("two")
     fake(two).start_error = ModelFormatError("broken file")
     with pytest.raises(ModelFormatError, match="backend two: broken file"):
@@ -114,7 +114,7 @@ async def test_a_model_is_served_before_all_backends_are_ready() -> None:
     assert slow.is_stopped
 
 
-async def test_totals_go_on_when_an_engine_is_replaced() -> None:
+async def test_token_totals_continue_when_an_engine_is_replaced() -> None:
     one, two = replica("one"), replica("two")
     made = router(one, two)
     fake(one).stats_now = EngineStats(num_steps=10, prompt_tokens=100, num_running=1)
@@ -129,7 +129,7 @@ async def test_totals_go_on_when_an_engine_is_replaced() -> None:
     assert stats is not None and stats.prompt_tokens == 157
 
 
-async def test_vectors_are_retried_as_well() -> None:
+async def test_embeddings_are_retried_on_another_replica() -> None:
     one, two = replica("one"), replica("two")
     fake(one).refusal = GONE
     request = EmbedRequest(request_id="e", model="m", inputs=("a b",))
@@ -138,7 +138,7 @@ async def test_vectors_are_retried_as_well() -> None:
     assert made.answered_by("e") == ("two",) and two.prompt_tokens == 2
 
 
-async def test_tokens_are_told_by_whoever_can() -> None:
+async def test_tokenization_uses_a_replica_that_supports_it() -> None:
     class Mute(FakeBackend):
         async def tokenize(self, *args: Any, **options: Any) -> tuple[int, ...]:
             raise InvalidRequestError("does not tell", param="model")
@@ -149,7 +149,7 @@ async def test_tokens_are_told_by_whoever_can() -> None:
         await made.detokenize((999,), model="m")
 
 
-async def test_a_decision_is_explained_in_words() -> None:
+async def test_a_routing_decision_is_explained_in_text() -> None:
     one, two, three = replica("one"), replica("two"), replica("three", max_concurrent=1)
     fake(one).refusal = GONE
     three.in_flight = 1
@@ -175,7 +175,7 @@ async def test_a_decision_is_explained_in_words() -> None:
     assert {"name", "state", "score", "why_not"} <= set(listed["candidates"][0])
 
 
-async def test_prompts_of_one_request_are_found_by_its_id() -> None:
+async def test_decisions_of_all_prompts_of_a_request_are_found_by_its_id() -> None:
     made = router(replica("one"), replica("two"))
     for number in range(3):
         await answer(made, asking(f"cmpl-x-{number}"))
@@ -229,13 +229,13 @@ async def test_shadow_traffic_sees_a_request_once_and_all_events(take: Any) -> N
 
 
 @both_ways
-async def test_shadow_traffic_that_fails_harms_nobody(take: Any) -> None:
+async def test_failing_shadow_traffic_does_not_affect_the_answer(take: Any) -> None:
     looker = Looker(EngineError("bug"))
     assert text(await take(router(replica("one"), shadow=looker), asking()))
     assert len(looker.seen) == 1
 
 
-async def test_a_replaced_engine_has_seen_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_restarted_engine_has_no_seen_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
     one, two = replica("one"), replica("two")
     made = router(one, two, policy="prefix")
     long = ({"role": "user", "content": "a" * 640},)

@@ -69,7 +69,7 @@ def give(policy: Policy, among: list[Member], asked: Asked) -> str:
     return first.replica.name
 
 
-def test_round_robin_follows_weights_and_spreads_them() -> None:
+def test_round_robin_follows_weights_and_interleaves() -> None:
     among, policy, asked = members(5, 1, 1), RoundRobin(), Asked(completion())
     turns = [give(policy, among, asked) for _ in range(14)]
     assert turns[:7] == turns[7:]
@@ -77,7 +77,7 @@ def test_round_robin_follows_weights_and_spreads_them() -> None:
     assert "r0 r0 r0" not in " ".join(turns[:3])
 
 
-def test_a_replica_that_was_away_does_not_catch_up_at_once() -> None:
+def test_a_replica_that_was_away_is_not_flooded_when_it_returns() -> None:
     among, policy, asked = members(1, 1), RoundRobin(), Asked(completion())
     for _ in range(10):
         give(policy, among[:1], asked)
@@ -90,7 +90,7 @@ def test_least_loaded_counts_by_weight_and_takes_turns_among_equals() -> None:
     assert Counter(give(policy, among, asked) for _ in range(40)) == {"r0": 10, "r1": 30}
 
 
-def test_equals_take_turns_whatever_was_before() -> None:
+def test_equally_loaded_replicas_take_turns() -> None:
     among, policy, asked = members(1, 1), LeastLoaded(), Asked(completion())
     among[1].replica.in_flight = 5  # the first gets all for a while
     for _ in range(5):
@@ -111,7 +111,7 @@ def test_power_of_two_takes_the_better_of_two_and_never_the_worst_of_three() -> 
     assert len(policy.rank(asked, among)) == 3
 
 
-def test_a_session_stays_and_only_those_of_a_lost_replica_move() -> None:
+def test_a_session_stays_on_its_replica_unless_that_is_lost() -> None:
     among, policy = members(1, 1, 2), Session()
 
     def first(session: str, left: list[Member]) -> str:
@@ -126,14 +126,14 @@ def test_a_session_stays_and_only_those_of_a_lost_replica_move() -> None:
     assert moved == [each for each in sessions if before[each] == "r2"]
 
 
-def test_without_a_session_the_least_loaded_is_asked() -> None:
+def test_without_a_session_the_least_loaded_replica_is_chosen() -> None:
     among, policy = members(1, 1), Session()
     among[0].replica.in_flight = 1
     best = policy.rank(Asked(completion()), among)[0]
     assert best.member is among[1] and "no session" in best.why
 
 
-def test_a_conversation_stays_where_its_beginning_is() -> None:
+def test_a_conversation_stays_on_the_replica_that_has_its_prefix() -> None:
     among, policy = members(1, 1), LongestPrefix()
     turns = ["x" * 300, "y" * 300, "z" * 300]
     homes = {name: give(policy, among, Asked(chat(name * 100, *turns[:1]))) for name in ("a", "b")}
@@ -167,14 +167,14 @@ def test_new_conversations_with_one_system_prompt_are_spread_as_caches_fill() ->
     assert min(member.replica.num_requests for member in among) >= 10
 
 
-def test_tenants_share_nothing() -> None:
+def test_tenants_share_no_prefixes() -> None:
     seen = SeenPrefixes()
     seen.add(RoutedPrompt(chat("a" * 640, salt="one")))
     assert seen.match(RoutedPrompt(chat("a" * 640, salt="one"))) == 10
     assert seen.match(RoutedPrompt(chat("a" * 640, salt="two"))) == 0
 
 
-def test_what_differs_before_differs_after() -> None:
+def test_a_prefix_matches_only_up_to_the_first_difference() -> None:
     seen = SeenPrefixes()
     seen.add(RoutedPrompt(completion(tuple(range(160)))))
     assert seen.match(RoutedPrompt(completion((*range(80), *range(80))))) == 5
@@ -184,7 +184,7 @@ def test_what_differs_before_differs_after() -> None:
     assert seen.match(RoutedPrompt(chat("a" * 640, tools=tools))) == 0
 
 
-def test_memory_is_bounded_and_the_beginnings_of_paths_stay_longest() -> None:
+def test_seen_prefixes_are_bounded_and_path_beginnings_stay_longest() -> None:
     seen = SeenPrefixes(capacity=10)
     seen.add(RoutedPrompt(completion("a" * 640)))
     seen.add(RoutedPrompt(completion("b" * 320)))
@@ -194,7 +194,7 @@ def test_memory_is_bounded_and_the_beginnings_of_paths_stay_longest() -> None:
     assert RoutedPrompt(completion("c" * 10**6)).num_blocks == MAX_BLOCKS
 
 
-def test_what_is_old_counts_no_more() -> None:
+def test_old_prefixes_are_not_matched() -> None:
     clock = Clock()
     seen = SeenPrefixes(clock=clock)
     seen.add(RoutedPrompt(completion("a" * 640)))
@@ -206,7 +206,7 @@ def test_what_is_old_counts_no_more() -> None:
     assert len(seen) == 5
 
 
-def test_failures_in_a_row_eject_for_longer_each_time() -> None:
+def test_consecutive_failures_eject_for_longer_each_time() -> None:
     clock = Clock()
     record = Outlier(clock)
     assert [record.fail(True) for _ in range(CONSECUTIVE_FAILURES)] == [False, False, True]
@@ -229,7 +229,7 @@ def test_failures_in_a_row_eject_for_longer_each_time() -> None:
     assert record.seconds_left == FIRST_EJECTION_S
 
 
-def test_many_failures_among_successes_eject_too() -> None:
+def test_a_high_failure_rate_ejects_too() -> None:
     record = Outlier(Clock())
     for _ in range(3):
         assert not record.fail(True) and not record.fail(True)
@@ -237,7 +237,7 @@ def test_many_failures_among_successes_eject_too() -> None:
     assert record.fail(True)
 
 
-def test_the_last_one_is_not_ejected_and_a_probe_that_tells_nothing_is_repeated() -> None:
+def test_the_last_replica_is_not_ejected_and_an_abandoned_probe_is_repeated() -> None:
     clock = Clock()
     record = Outlier(clock)
     assert not any(record.fail(False) for _ in range(20))
@@ -248,7 +248,7 @@ def test_the_last_one_is_not_ejected_and_a_probe_that_tells_nothing_is_repeated(
     assert record.wants_probe
 
 
-def test_what_it_was_before_it_was_down_ejects_nobody() -> None:
+def test_failures_before_a_downtime_do_not_count_for_ejection() -> None:
     record = Outlier(Clock())
     for _ in range(MIN_IN_WINDOW):
         record.fail(False)
@@ -262,7 +262,7 @@ def test_power_of_two_draws_by_weight() -> None:
     assert firsts["r2"] > 300 > firsts["r0"] + firsts["r1"] > 0
 
 
-def test_what_was_seen_again_is_forgotten_later() -> None:
+def test_prefixes_seen_again_are_evicted_later() -> None:
     seen = SeenPrefixes(capacity=10)
     for letter in "aba":
         seen.add(RoutedPrompt(completion(letter * 5 * BLOCK_CHARS)))

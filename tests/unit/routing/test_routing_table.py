@@ -24,7 +24,7 @@ def plain_groups(held: dict[int, set[int]], prefixes: list[int], usable: set[int
     return found
 
 
-def test_matches_are_those_of_a_plain_table() -> None:
+def test_routing_table_matches_equal_a_brute_force_table() -> None:
     rng = random.Random(1)
     for _ in range(200):
         table, held = RoutingTable(), {}
@@ -76,7 +76,7 @@ def test_a_cached_prefix_outweighs_a_small_load_only() -> None:
     assert router_of(Engine(fullness=0.9), Engine()).route_request(ask(tokens)).engine == 1
 
 
-def test_a_prompt_that_is_on_its_way_counts_as_cached_for_a_while(monkeypatch) -> None:
+def test_a_prompt_in_flight_counts_as_cached_for_a_while(monkeypatch) -> None:
     tokens = list(range(8 * UNIT_TOKENS))
     router = router_of(*(Engine() for _ in range(50)))
     first = router.route_request(ask(tokens)).engine
@@ -88,7 +88,7 @@ def test_a_prompt_that_is_on_its_way_counts_as_cached_for_a_while(monkeypatch) -
     assert len(others) > 10 and not router.table.has(first, prompt_hashes("", tokens)[-1])
 
 
-def test_engines_that_leave_are_forgotten_and_their_numbers_used_again() -> None:
+def test_engines_that_leave_are_forgotten_and_their_numbers_reused() -> None:
     tokens = list(range(300))
     router = router_of(Engine(), Engine())
     router.update_routing_table(1, CachedPrefixes(tuple(prompt_hashes("", tokens))))

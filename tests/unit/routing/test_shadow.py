@@ -79,7 +79,7 @@ class Shadowed:
         )
 
 
-async def test_an_equal_answer_is_identical():
+async def test_an_equal_shadow_answer_is_counted_as_identical():
     each = Shadowed()
     each.answer(*DEFAULT_WORDS)
     await each.settle()
@@ -93,7 +93,7 @@ async def test_an_equal_answer_is_identical():
     assert record["request_id"] == "r1" and record["num_tokens"] == [6, 6]
 
 
-async def test_where_answers_part_is_counted_in_tokens():
+async def test_the_first_difference_of_a_shadow_answer_is_counted_in_tokens():
     each = Shadowed()
     each.answer("Hello", " from", " a", " real", " model", reason="length")
     await each.settle()
@@ -107,7 +107,7 @@ async def test_where_answers_part_is_counted_in_tokens():
     assert not {"real", "Hello", "hi"} & set(str(record).split())  # nobody's words
 
 
-async def test_the_latest_copies_come_first():
+async def test_the_latest_shadow_copies_are_listed_first():
     each = Shadowed()
     for reason in ("length", "stop"):
         each.answer(*DEFAULT_WORDS, reason=reason)
@@ -116,7 +116,7 @@ async def test_the_latest_copies_come_first():
     assert [record["finish_reasons"][0] for record in recent] == [["stop"], ["length"]]
 
 
-async def test_sampled_answers_are_not_held_against_each_other():
+async def test_sampled_shadow_answers_are_not_compared():
     each = Shadowed()
     each.answer("something", " else", temperature=1.0)
     await each.settle()
@@ -124,7 +124,7 @@ async def test_sampled_answers_are_not_held_against_each_other():
     assert each.lane["differences"] == {}
 
 
-async def test_the_likeliest_token_alone_is_as_good_as_no_temperature():
+async def test_top_k_1_is_compared_like_temperature_0():
     each = Shadowed()
     each.answer(*DEFAULT_WORDS, temperature=1.0, top_k=1)
     await each.settle()
@@ -132,7 +132,7 @@ async def test_the_likeliest_token_alone_is_as_good_as_no_temperature():
 
 
 @pytest.mark.parametrize("places", [(5, 6), (5, 2), (3, 4)])
-async def test_choices_are_compared_one_by_one(places):
+async def test_choices_of_a_shadow_answer_are_compared_separately(places):
     each = Shadowed()
     mirror = each.mirror(n=2)
     for choice, place in enumerate(places):
@@ -144,14 +144,14 @@ async def test_choices_are_compared_one_by_one(places):
     assert each.shadow.report()["recent"][0]["first_divergence_token"] == min(places)
 
 
-async def test_only_the_share_is_copied_and_only_of_its_model():
+async def test_only_the_configured_share_of_the_models_requests_is_copied():
     assert Shadowed(share=0.5).mirror() is None
     assert Shadowed(share=0.6).mirror() is not None
     each = Shadowed()
     assert each.shadow.mirror("another", each.request()) is None
 
 
-async def test_a_request_without_an_answer_is_forgotten():
+async def test_the_shadow_copy_of_a_request_without_an_answer_is_dropped():
     each = Shadowed(max_held=1)
     mirror = each.mirror()
     mirror.primary(TextEvent(0, "Hello", 1))
@@ -164,7 +164,7 @@ async def test_a_request_without_an_answer_is_forgotten():
     assert each.lane["outcomes"] == {"dropped": 1}
 
 
-async def test_what_a_backend_can_not_do_is_not_sent():
+async def test_requests_that_the_shadow_backend_cannot_serve_are_not_copied():
     each = Shadowed()
     each.backend.set_card(lacks=("min_p",))
     assert each.mirror(min_p=0.1) is None
@@ -174,7 +174,7 @@ async def test_what_a_backend_can_not_do_is_not_sent():
 
 
 @pytest.mark.parametrize("fault", [UnavailableError("it died"), RuntimeError("a bug")])
-async def test_a_failing_backend_is_counted(fault):
+async def test_a_failing_shadow_backend_is_counted(fault):
     each = Shadowed()
     each.backend.failure, each.backend.fail_after = fault, 2
     each.answer(*DEFAULT_WORDS)
@@ -183,7 +183,7 @@ async def test_a_failing_backend_is_counted(fault):
     assert each.shadow.report()["recent"][0]["error"]
 
 
-async def test_a_hanging_backend_holds_no_more_than_its_bounds(monkeypatch):
+async def test_a_hanging_shadow_backend_holds_a_bounded_number_of_copies(monkeypatch):
     monkeypatch.setattr(shadow_module, "MAX_SECONDS", 0.05)
     each = Shadowed(max_concurrent=2, max_held=5)
     each.backend.prefill_s = 3600
@@ -199,7 +199,7 @@ async def test_a_hanging_backend_holds_no_more_than_its_bounds(monkeypatch):
     assert each.backend.num_open == 0
 
 
-async def test_a_copy_may_take_as_long_as_its_request_but_not_for_ever(monkeypatch):
+async def test_a_shadow_copys_timeout_is_the_requests_up_to_a_maximum(monkeypatch):
     monkeypatch.setattr(shadow_module, "MAX_SECONDS", 7.0)
     each = Shadowed()
     for timeout_s in (None, 5.0, 3600.0):
@@ -211,7 +211,7 @@ async def test_a_copy_may_take_as_long_as_its_request_but_not_for_ever(monkeypat
     assert [sent.context.timeout_s for sent in each.backend.requests] == [7.0, 5.0, 7.0]
 
 
-async def test_a_copy_does_not_tell_its_prompt_length():
+async def test_a_shadow_copy_does_not_report_its_prompt_length():
     each = Shadowed()
     asked, told = each.request(), []
     context = msgspec.structs.replace(asked.context, on_prompt=told.append)
@@ -221,7 +221,7 @@ async def test_a_copy_does_not_tell_its_prompt_length():
     assert len(each.backend.requests) == 1 and told == []
 
 
-async def test_large_requests_count_by_their_size(monkeypatch):
+async def test_large_shadow_copies_count_by_their_size(monkeypatch):
     monkeypatch.setattr(shadow_module, "MAX_HELD_CHARS", 3 * shadow_module.MAX_ANSWER_CHARS)
     each = Shadowed()
     held = [each.mirror(), each.mirror()]
@@ -231,7 +231,7 @@ async def test_large_requests_count_by_their_size(monkeypatch):
     assert Shadowed().mirror(n=3) is None, "each choice is an answer to keep"
 
 
-async def test_stopping_forgets_what_is_under_way():
+async def test_stopping_the_shadow_cancels_its_copies():
     each = Shadowed(max_concurrent=1)
     each.backend.prefill_s = 3600
     late = each.mirror()
@@ -246,7 +246,7 @@ async def test_stopping_forgets_what_is_under_way():
     await each.shadow.stop()
 
 
-async def test_nobody_hears_of_a_copy():
+async def test_a_shadow_copy_calls_no_callbacks_of_the_original():
     """Every field by which a client hears of its request is left out of the copy, and so is what
     the request reads. What changes the answer stays.
     """

@@ -70,7 +70,7 @@ def wait_for_outcomes(server: LiveServer, expected: dict[str, int]) -> None:
     wait_until(lambda: lane(server)["outcomes"] == expected)
 
 
-def test_streams_and_whole_answers_are_compared(shadowed):
+def test_shadow_answers_are_compared_for_streams_and_whole_answers(shadowed):
     shadowed.shadow.words = ("Hello", " there")
     with shadowed.served() as server:
         streamed = events_of(ask(server, stream=True).text)
@@ -89,7 +89,7 @@ def test_streams_and_whole_answers_are_compared(shadowed):
     assert shadowed.registry.get_sample_value("engine_shadow_requests_total", labels) == 2
 
 
-def test_a_shadow_that_hangs_delays_nobody(shadowed):
+def test_a_hanging_shadow_delays_no_client(shadowed):
     shadowed.shadow.prefill_s = 3600
     with shadowed.served() as server:
         for _ in range(NUM_REQUESTS):
@@ -102,7 +102,7 @@ def test_a_shadow_that_hangs_delays_nobody(shadowed):
         assert shadowed.primary.num_open == 0
 
 
-def test_a_shadow_that_fails_harms_nobody(shadowed):
+def test_a_failing_shadow_affects_no_client(shadowed):
     faults = [
         {"refusal": UnavailableError("no")},
         {"failure": UnavailableError("it died"), "fail_after": 2},
@@ -124,7 +124,7 @@ def test_a_shadow_that_fails_harms_nobody(shadowed):
     assert (member["name"], member["failures"]) == ("first", 0)
 
 
-def test_a_request_that_fails_or_is_left_has_no_copy(shadowed):
+def test_a_failed_or_cancelled_request_has_no_shadow_copy(shadowed):
     shadowed.primary.failure, shadowed.primary.fail_after = UnavailableError("it died"), 2
     with shadowed.served() as server:
         assert ask(server).status_code == 503
@@ -141,6 +141,6 @@ def test_a_request_that_fails_or_is_left_has_no_copy(shadowed):
     assert len(shadowed.shadow.requests) == 1
 
 
-def test_a_server_without_a_shadow_says_so():
+def test_a_server_without_a_shadow_reports_an_empty_list():
     with live_server() as server:
         assert httpx.get(f"{server.url}/v1/admin/shadow").json() == {"models": [], "recent": []}

@@ -130,7 +130,7 @@ async def test_open_requests_move_to_the_new_engine(busy: tuple[ModelManager, Cl
 
 
 @pytest.mark.seconds
-async def test_another_model_leaves_open_requests_to_the_old_engine(
+async def test_swapping_to_another_model_lets_the_old_engine_finish_its_requests(
     busy: tuple[ModelManager, Clients],
 ) -> None:
     manager, clients = busy
@@ -181,7 +181,7 @@ async def swap_both(*backends: CustomBackend) -> tuple[str, list[CustomBackend]]
     return refused.value.message, engines
 
 
-async def test_a_swap_that_fails_midway_is_undone() -> None:
+async def test_a_swap_that_fails_midway_is_rolled_back() -> None:
     first, second = ToyBackend(threads=1), Picky(threads=1)
     told, engines = await swap_both(first, second)
     assert engines[0] is not first and engines[1] is second
@@ -189,7 +189,7 @@ async def test_a_swap_that_fails_midway_is_undone() -> None:
     assert told.endswith("All engines of the model are as before.")
 
 
-async def test_an_engine_that_can_not_be_swapped_back_is_named(monkeypatch) -> None:
+async def test_a_failed_rollback_of_a_swap_is_reported(monkeypatch) -> None:
     first, second = ToyBackend(threads=1), Picky(threads=1)
     monkeypatch.setattr(first, "remade", lambda model, changes: broken_or_new(changes))
 
@@ -201,7 +201,7 @@ async def test_an_engine_that_can_not_be_swapped_back_is_named(monkeypatch) -> N
     assert "m-0" in told and "m-1" not in told and "Swap the model again" in told
 
 
-async def test_only_engines_of_our_own_are_swapped() -> None:
+async def test_only_our_own_engines_can_be_swapped() -> None:
     backend = OnDemand("m", FakeBackend, Residency())
     await backend.start()
     with pytest.raises(ConflictError, match="of our own"):

@@ -77,7 +77,7 @@ def close(framework: SimpleNamespace, found: Any, expected: np.ndarray) -> None:
     np.testing.assert_allclose(framework.numpy(found), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_products_add_their_bias_if_they_have_one(framework):
+def test_linear_adds_an_optional_bias(framework):
     x, weight, bias = values(3, 4), values(5, 4), values(5)
     linear = layer(framework, "linear", "linear")
     plain = linear(part(framework, weight=weight), framework.array(x))
@@ -86,7 +86,7 @@ def test_products_add_their_bias_if_they_have_one(framework):
     close(framework, biased, x @ weight.T + bias)
 
 
-def test_norms(framework):
+def test_rms_norm_and_layer_norm_equal_numpy(framework):
     x, weight, bias = values(3, 8), values(8), values(8)
     rms = layer(framework, "norm", "rms_norm")(
         part(framework, weight=weight), framework.array(x), EPS
@@ -112,7 +112,7 @@ def gelu_tanh(x: np.ndarray) -> np.ndarray:
     return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
 
-def test_feed_forward_halves(framework):
+def test_gated_and_plain_mlp_equal_numpy(framework):
     x, gate, up, down = values(3, 4), values(6, 4), values(6, 4), values(4, 6)
     params = {
         name: part(framework, weight=each)
@@ -164,7 +164,7 @@ def routed(config: ExpertsConfig, logits: np.ndarray, correction: np.ndarray) ->
 
 
 @pytest.mark.parametrize("name", ROUTERS)
-def test_a_router_chooses_and_weights_experts(framework, name):
+def test_the_moe_router_selects_and_weights_experts(framework, name):
     config, x = ROUTERS[name], values(30, 4)
     weight, bias, correction = values(8, 4), values(8), values(8) * 0.2
     router = {"weight": weight} | ({"bias": bias} if config.router_bias else {})
@@ -178,7 +178,7 @@ def test_a_router_chooses_and_weights_experts(framework, name):
     )
 
 
-def test_of_equal_experts_the_first_is_chosen(framework):
+def test_of_equally_scored_experts_the_first_is_selected(framework):
     params = {"router": part(framework, weight=np.zeros((4, 2), np.float32))}
     config = ExpertsConfig(4, 2, 6)
     weights, chosen = layer(framework, "experts", "route")(
@@ -189,7 +189,7 @@ def test_of_equal_experts_the_first_is_chosen(framework):
 
 
 @pytest.mark.parametrize("activation", ["silu", "swiglu_oai"])
-def test_a_token_sums_its_experts_and_the_shared_expert(framework, activation):
+def test_an_moe_layer_sums_selected_and_shared_experts(framework, activation):
     """With biases, with a gate on the shared expert, and with experts that no token chooses."""
     config = ExpertsConfig(8, 2, 6, bias=True, shared_size=3, shared_gate=True)
     x, router = values(3, 4) * 4, values(8, 4)
@@ -225,7 +225,7 @@ def test_a_token_sums_its_experts_and_the_shared_expert(framework, activation):
 
 
 @pytest.mark.parametrize("half", [2, 4], ids=["partly", "wholly"])
-def test_heads_are_turned_by_their_positions(framework, half):
+def test_rope_rotates_heads_by_their_positions(framework, half):
     x, angles = values(3, 2, 8), values(3, half)
     cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
@@ -236,7 +236,7 @@ def test_heads_are_turned_by_their_positions(framework, half):
 
 
 @pytest.mark.parametrize("window", [None, 1, 3])
-def test_a_sequence_attends_to_what_came_before_it(framework, window):
+def test_attention_is_causal_with_grouped_heads_and_windows(framework, window):
     """Heads of a group read the same keys: query heads 0 and 1 those of head 0."""
     q, k, v = values(5, 4, 8), values(5, 2, 8), values(5, 2, 8)
     expected = np.zeros_like(q)
@@ -252,7 +252,7 @@ def test_a_sequence_attends_to_what_came_before_it(framework, window):
 
 
 @pytest.mark.parametrize("qk_norm", [None, "head", "whole"])
-def test_heads_are_cut_from_their_products_normed_and_turned(framework, qk_norm):
+def test_q_k_v_are_split_normalized_and_rotated(framework, qk_norm):
     x, angles = values(3, 6), values(3, 2)
     weights = {"q": values(8, 6), "k": values(4, 6), "v": values(4, 6)}
     sizes = {"q_norm": 8, "k_norm": 4} if qk_norm == "whole" else {"q_norm": 4, "k_norm": 4}
@@ -301,7 +301,7 @@ def test_attention_items_cover_each_row_and_single_queries_come_first():
 
 
 @pytest.mark.parametrize("sizes", [(40, 0, 9, 1), (0, 0, 3, 0)])
-def test_both_ways_to_run_experts_in_jax_give_each_token_its_own(sizes):
+def test_looped_and_ragged_experts_in_jax_equal_each_other(sizes):
     """A run of tokens that ends at an expert's last token reaches into the next expert's tokens."""
     import jax.numpy as jnp
 

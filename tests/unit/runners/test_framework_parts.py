@@ -58,7 +58,7 @@ def unpacked(rows: int, biases: int, given: SamplingInputs) -> dict[str, np.ndar
     return settings_views(layout, packed, np.float32)
 
 
-def test_every_setting_arrives_as_it_was_given():
+def test_sampling_settings_are_packed_and_unpacked_unchanged():
     given = sampling()
     views = unpacked(3, 2, given)
     for name in (*GIVEN, "slots"):
@@ -70,7 +70,7 @@ def test_every_setting_arrives_as_it_was_given():
     np.testing.assert_array_equal(views[KEEPS], [6, NOBODY, 3])
 
 
-def test_settings_that_a_device_draws_by_are_all_there():
+def test_every_sampling_field_reaches_the_device_or_is_listed():
     """A new field of `SamplingInputs` has to be given to devices, or be named here."""
     elsewhere = {"sample_rows", "seed", "choice", "position", "mask", "hidden_rows", "num_logprobs"}
     elsewhere.add("host_rows")  # devices get their tokens as forced ones
@@ -79,7 +79,7 @@ def test_settings_that_a_device_draws_by_are_all_there():
     assert stated | {"keys", KEEPS} == set(settings_sizes(1, 1))
 
 
-def test_rows_that_pad_a_step_choose_plainly_and_are_kept_for_nobody():
+def test_padding_rows_sample_greedily_and_keep_no_token():
     views = unpacked(8, 4, sampling())
     plain = {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "repetition": 1, "presence": 0}
     for name, value in (plain | {"frequency": 0, "forced": SAMPLE, KEEPS: NOBODY}).items():
@@ -87,12 +87,12 @@ def test_rows_that_pad_a_step_choose_plainly_and_are_kept_for_nobody():
     assert views["bias_values"].tolist() == [1.5, -2.5, 0.0, 0.0]
 
 
-def test_greedy_rows_need_no_keys():
+def test_greedy_rows_need_no_random_keys():
     greedy = sampling_inputs(range(2), [0, 1], [3, 4])
     assert not unpacked(2, 0, greedy)["keys"].any()
 
 
-def test_arrays_side_by_side_do_not_touch_and_the_last_is_as_long_as_it_is():
+def test_packed_arrays_do_not_overlap_and_the_last_has_variable_length():
     layout = Layout({"a": 3, "b": 5}, {"a": 9}, last="c")
     arrays = {
         "a": np.array([1, 2], np.int32),
@@ -106,7 +106,7 @@ def test_arrays_side_by_side_do_not_touch_and_the_last_is_as_long_as_it_is():
     assert "a" in layout and "c" not in layout
 
 
-def test_weights_become_a_tree():
+def test_weights_become_a_nested_parameter_tree():
     names = [
         *("embed.weight", "layers.1.attn.q.weight", "layers.0.attn.v.bias", "norm.weight"),
         "rope.factors",
@@ -129,7 +129,7 @@ def test_weights_become_a_tree():
     assert rope_factors({}) is None
 
 
-def test_layers_beyond_the_tenth_keep_their_order():
+def test_more_than_ten_layers_keep_their_numeric_order():
     weights = {f"layers.{i}.w": SimpleNamespace(numpy=lambda i=i: i) for i in reversed(range(12))}
     tree = parameter_tree(weights, lambda weight: weight.numpy(), lambda name, value: value)
     assert [layer["w"] for layer in tree["layers"]] == list(range(12))
@@ -143,13 +143,13 @@ def test_layers_beyond_the_tenth_keep_their_order():
         ([9, 0, 8], [0, 0, 0, 2, 2], [0, 4, 8, 0, 4]),
     ],
 )
-def test_rows_are_cut_into_runs_that_cover_them(counts, rows, before):
+def test_rows_are_cut_into_tiles_that_cover_them(counts, rows, before):
     found = cut(np.array(counts, np.int32), 4)
     assert [each.tolist() for each in found] == [rows, before]
     assert all(each.dtype == np.int32 for each in found)
 
 
-def test_a_steps_output_is_cut_to_its_rows_and_to_what_was_asked_for():
+def test_a_steps_output_is_trimmed_to_its_rows_and_requested_logprobs():
     given = sampling_inputs(range(2), [0, 1], [3, 4], num_logprobs=[-1, 2], hidden_rows=[1])
     padded = Sampled(
         tokens=np.arange(4),
@@ -172,7 +172,7 @@ def test_a_steps_output_is_cut_to_its_rows_and_to_what_was_asked_for():
     assert (spare_slot.tokens.tolist(), spare_slot.finite.tolist()) == ([], [True, False])
 
 
-def test_learned_positions_are_a_limit_and_may_all_be_used() -> None:
+def test_learned_positions_bound_the_context_length() -> None:
     model = SimpleNamespace(learned_positions=True, max_position=8)
 
     def check(max_seq_len: int) -> None:
@@ -214,7 +214,7 @@ def test_a_setting_that_no_decoder_knows_is_refused_by_name(kind):
         check(1)
 
 
-def test_alibi_slopes_of_six_heads_are_those_between_eight():
+def test_alibi_slopes_for_a_head_count_that_is_no_power_of_two():
     """By hand: eight heads have 1/2, 1/4, ... 1/256; six take every second, then the others."""
     assert alibi_slopes(CONFIG) is None
     eight = alibi_slopes(replace(CONFIG, num_heads=8, alibi_bias=8.0))

@@ -77,7 +77,7 @@ def each(strategy: st.SearchStrategy) -> st.SearchStrategy:
 
 @settings(max_examples=60, deadline=None, derandomize=True)  # near-ties may go either way
 @given(data=st.data())
-def test_tokens_are_those_of_the_torch_sampler(data) -> None:
+def test_jax_sampler_draws_the_torch_samplers_tokens(data) -> None:
     """All stages at once, so that their order is part of it; one compiled program for all."""
     options = {
         "top_k": st.sampled_from([0, 1, 4, 50, VOCAB + 9]),
@@ -117,7 +117,7 @@ def test_tokens_are_those_of_the_torch_sampler(data) -> None:
     compare(sampling, logits, prompt)
 
 
-def test_penalties_by_hand() -> None:
+def test_penalties_match_a_hand_computed_example() -> None:
     """A prompt's token, one drawn once, one drawn three times and in the prompt, and none."""
     logits = np.array([[2.0, 2.0, -2.0, 2.0]], np.float32)
     counts = np.array([[IN_PROMPT, PER_OUTPUT, 3 * PER_OUTPUT + IN_PROMPT, 0]], np.int32)

@@ -49,7 +49,7 @@ def codes(deltas: list) -> list[tuple]:
     return [(delta.request_id, delta.choice, delta.error_code) for delta in deltas]
 
 
-def test_every_field_of_a_request_is_a_sequences():
+def test_every_field_of_a_request_reaches_its_sequences():
     bench = Bench()
     params = {"n": 2, "stop_token_ids": (9,), "score_prompt": True, "logprobs": 0, "max_tokens": 6}
     params["allowed_token_ids"] = (1, 3)
@@ -78,7 +78,7 @@ def test_every_field_of_a_request_is_a_sequences():
     assert first.arrival < second.arrival and first.tokens is not second.tokens
 
 
-def test_ends_of_text_can_be_ignored_and_named_ids_never():
+def test_eos_can_be_ignored_but_stop_token_ids_are_kept():
     bench = Bench()
     bench.submit(asking(params={"ignore_eos": True, "stop_token_ids": (9,)}, eos_ids=(4,)))
     assert bench.waiting()[0].stop_ids == {9}
@@ -96,7 +96,7 @@ def test_without_a_seed_each_request_draws_one_for_all_its_choices():
 @pytest.mark.parametrize(
     ("asked", "pools", "granted"), [(5, False, 5), (None, False, 13), (99, False, 13), (9, True, 1)]
 )
-def test_as_much_is_written_as_was_asked_for_and_the_context_has_room(asked, pools, granted):
+def test_max_tokens_is_bounded_by_the_remaining_context(asked, pools, granted):
     bench = Bench(max_seq_len=16)
     assert bench.submit(asking(params={"max_tokens": asked}, pools=pools)) == []
     assert bench.waiting()[0].max_tokens == granted
@@ -117,14 +117,14 @@ def test_as_much_is_written_as_was_asked_for_and_the_context_has_room(asked, poo
         (asking(prompt=(1,) * 17, pools=True), "but the prompt has 17"),
     ],
 )
-def test_what_would_harm_others_is_refused_for_every_choice(request_, message):
+def test_invalid_requests_are_refused_for_every_choice(request_, message):
     bench = Bench(max_seq_len=16)
     deltas = bench.submit(request_)
     assert codes(deltas) == [("r", 0, "INVALID_REQUEST")]
     assert message in deltas[0].error_message and not bench.waiting()
 
 
-def test_what_just_fits_is_taken():
+def test_requests_that_just_fit_are_admitted():
     bench = Bench(max_seq_len=16)
     assert bench.submit(asking("a", prompt=(0,) * 15, params={"n": 2})) == []
     assert bench.submit(asking("b", prompt=(VOCAB - 1,) * 16, pools=True)) == []
@@ -135,14 +135,14 @@ def test_what_just_fits_is_taken():
     assert "room for 9 tokens; the KV cache holds 8" in deltas[0].error_message
 
 
-def test_the_queue_is_bounded_and_counts_those_whose_grammar_compiles():
+def test_the_queue_is_bounded_and_counts_requests_whose_grammar_compiles():
     bench = Bench(max_queued=2)
     bench.submit(asking("a"))
     bench.submit(asking("b", grammar="g"))
     assert codes(bench.submit(asking("c"))) == [("c", 0, "RATE_LIMIT_EXCEEDED")]
 
 
-def test_without_grammars_one_is_refused_and_the_rest_is_not():
+def test_an_engine_without_grammars_refuses_only_grammar_requests():
     bench = Bench()
     bench.admission._grammars = None
     assert codes(bench.submit(asking("a", grammar="g"))) == [("a", 0, "INVALID_REQUEST")]
@@ -161,7 +161,7 @@ def test_a_compiled_grammar_is_copied_for_each_choice():
     assert bench.admission.num_pending == 0
 
 
-def test_a_grammar_that_fails_or_is_late_ends_its_request_alone():
+def test_a_grammar_that_fails_or_times_out_ends_only_its_request():
     bench = Bench()
     for name in ("bad", "odd", "late", "patient"):
         timeout_s = 30.0 if name == "late" else None
@@ -178,7 +178,7 @@ def test_a_grammar_that_fails_or_is_late_ends_its_request_alone():
     assert bench.admission.num_pending == 1 and not bench.waiting()
 
 
-def test_an_adapter_that_the_device_cannot_take_ends_its_request_alone():
+def test_an_adapter_that_does_not_fit_on_the_device_ends_only_its_request():
     bench = Bench()
     places = {"first": MemoryError("no room"), "second": 2}
 
@@ -195,7 +195,7 @@ def test_an_adapter_that_the_device_cannot_take_ends_its_request_alone():
     assert bench.admission.num_pending == 0
 
 
-def test_who_is_aborted_while_its_grammar_compiles_never_begins():
+def test_a_request_aborted_while_its_grammar_compiles_never_starts():
     bench = Bench()
     bench.submit(asking(params={"n": 3}, grammar="g"))
     (ended,) = bench.admission.abort("r", 1, 101.0)
@@ -225,7 +225,7 @@ def test_who_is_aborted_while_its_grammar_compiles_never_begins():
         (None, None, False, {}),
     ],
 )
-def test_deadlines_are_kept_to_the_second(timeout_s, queue_timeout_s, begun, ends):
+def test_deadlines_and_queue_timeouts_expire_exactly(timeout_s, queue_timeout_s, begun, ends):
     bench = Bench()
     bench.submit(asking(params={"n": 2}, timeout_s=timeout_s, queue_timeout_s=queue_timeout_s))
     if begun:
@@ -239,14 +239,14 @@ def test_deadlines_are_kept_to_the_second(timeout_s, queue_timeout_s, begun, end
     bench.scheduler.check()
 
 
-def test_a_refusal_says_how_long_it_waited():
+def test_a_queue_timeout_error_says_how_long_the_request_waited():
     bench = Bench()
     bench.submit(asking(queue_timeout_s=10.0), now=100.0)
     (delta,) = bench.admission.expire(112.0)
     assert "waited 12 s" in delta.error_message
 
 
-def test_only_waiting_for_a_turn_counts_as_waiting():
+def test_queue_time_counts_only_waiting_for_admission():
     """The grammar took 50 seconds. The request may still wait for ten more."""
     bench = Bench()
     bench.submit(asking(grammar="g", queue_timeout_s=10.0, timeout_s=600.0), now=100.0)
@@ -258,7 +258,7 @@ def test_only_waiting_for_a_turn_counts_as_waiting():
     assert "waited 10 s" in delta.error_message
 
 
-def test_blocks_that_are_loaded_are_no_waiting_for_a_turn():
+def test_loading_blocks_does_not_count_as_queue_time():
     bench = Bench()
     bench.submit(asking(queue_timeout_s=10.0), now=100.0)
     (seq,) = bench.waiting()
@@ -269,7 +269,7 @@ def test_blocks_that_are_loaded_are_no_waiting_for_a_turn():
     assert delta.error_code == "RATE_LIMIT_EXCEEDED"
 
 
-def test_a_choice_that_is_refused_leaves_none_of_the_others_running():
+def test_refusing_one_choice_refuses_the_whole_request():
     for grammar in (None, "g"):
         bench = Bench()
         make = bench.admission._maker._sequence
@@ -290,7 +290,7 @@ def test_a_choice_that_is_refused_leaves_none_of_the_others_running():
         bench.scheduler.check()
 
 
-def test_a_request_that_would_wait_too_long_is_refused_at_once():
+def test_a_request_that_would_exceed_its_queue_timeout_is_refused_at_once():
     bench = Bench()
     for index in range(40):
         assert bench.submit(asking(f"r{index}", queue_timeout_s=10.0)) == []
@@ -303,7 +303,7 @@ def test_a_request_that_would_wait_too_long_is_refused_at_once():
     assert bench.submit(asking("c", queue_timeout_s=600.0), now=103.0) == []
 
 
-def test_a_refused_request_is_told_to_come_when_those_before_it_are_gone():
+def test_retry_after_of_a_refusal_accounts_for_queued_timeouts():
     bench = Bench()
     for index in range(40):
         bench.submit(asking(f"r{index}", queue_timeout_s=10.0))
@@ -325,7 +325,7 @@ def flooded(may_wait_s: float = 60.0, **fields) -> Bench:
     return bench
 
 
-def test_a_flood_of_one_tenant_refuses_no_other_one():
+def test_a_flood_of_one_tenant_does_not_refuse_another():
     bench = flooded()
     ((_, _, code),) = codes(
         bench.submit(asking("more", tenant="flood", queue_timeout_s=60.0), now=103.0)
@@ -334,7 +334,7 @@ def test_a_flood_of_one_tenant_refuses_no_other_one():
     assert bench.submit(asking("b", tenant="other", queue_timeout_s=60.0), now=103.0) == []
 
 
-def test_a_flood_of_urgent_requests_refuses_no_other_tenant():
+def test_a_flood_of_high_priority_requests_does_not_refuse_another_tenant():
     bench = Bench()
     for index in range(100):
         urgent = asking(f"r{index}", tenant="flood", priority=-100, queue_timeout_s=60.0)
@@ -351,7 +351,7 @@ def test_a_flood_of_urgent_requests_refuses_no_other_tenant():
         ({"tenant": "other", "priority": 1}, 100),
     ],
 )
-def test_a_refusal_says_when_to_come_back(fields, num_before):
+def test_a_refusal_has_a_retry_after(fields, num_before):
     bench = flooded(may_wait_s=600.0)
     limit_s = 0.5 if num_before == 0 else 60.0
     (delta,) = bench.submit(asking("more", queue_timeout_s=limit_s, **fields), now=103.0)
@@ -359,7 +359,7 @@ def test_a_refusal_says_when_to_come_back(fields, num_before):
     assert f"about {delta.retry_after:.0f} s" in delta.error_message
 
 
-def test_a_queue_that_is_full_of_one_tenant_takes_others():
+def test_a_queue_full_of_one_tenant_still_admits_others():
     bench = Bench(max_queued=16)
     taken = [bench.submit(asking(f"r{i}", tenant="flood")) == [] for i in range(16)]
     assert taken == [True] * 14 + [False] * 2
@@ -369,7 +369,7 @@ def test_a_queue_that_is_full_of_one_tenant_takes_others():
     assert code == "RATE_LIMIT_EXCEEDED"
 
 
-def test_a_burst_is_not_refused_before_there_is_a_rate():
+def test_a_burst_is_not_refused_before_throughput_is_known():
     bench = Bench()
     for index in range(500):
         assert bench.submit(asking(f"r{index}", queue_timeout_s=1.0), now=100.0 + index / 500) == []

@@ -25,7 +25,7 @@ def recounted(tables, full_blocks):
     return shared
 
 
-def test_prefix_groups_equal_a_recount():
+def test_prefix_groups_of_a_batch_equal_a_recount():
     rng = random.Random(3)
     for _ in range(200):
         num_rows, width = rng.randrange(1, 12), rng.randrange(1, 6)

@@ -44,7 +44,7 @@ def run_request(guessed: float | None, depth: int = 0, **options):
     ids=lambda params: "-".join(params) or "greedy",
 )
 @pytest.mark.parametrize("depth", [0, 1])
-def test_right_guesses_save_steps_and_change_nothing(params, depth):
+def test_correct_guesses_save_steps_without_changing_tokens(params, depth):
     plain = run_request(None, depth, max_tokens=20, **params)
     stats = run_request(1.0, depth, max_tokens=20, **params)
     assert stats.num_steps < plain.num_steps - stats.num_model_accepted_tokens / 2
@@ -53,12 +53,12 @@ def test_right_guesses_save_steps_and_change_nothing(params, depth):
     assert stats.num_accepted_tokens >= stats.num_model_accepted_tokens
 
 
-def test_guesses_that_ignore_penalties_are_only_less_often_right():
+def test_draft_models_without_penalties_are_only_less_often_accepted():
     stats = run_request(1.0, max_tokens=20, presence_penalty=3.0)
     assert 0 < stats.num_model_accepted_tokens < stats.num_model_drafted_tokens
 
 
-def test_wrong_guesses_soon_stop(monkeypatch):
+def test_a_draft_model_that_guesses_wrong_is_soon_not_used(monkeypatch):
     monkeypatch.setattr(FixedPrice, "price", lambda self, num_decoding: 0.3)
     plain = run_request(None, max_tokens=40)
     stats = run_request(0.0, max_tokens=40)
@@ -66,18 +66,18 @@ def test_wrong_guesses_soon_stop(monkeypatch):
     assert 0 < stats.num_model_drafted_tokens < 5
 
 
-def test_a_wrong_guess_spoils_no_later_one():
+def test_a_wrong_guess_does_not_spoil_later_guesses():
     stats = run_request(0.8, max_tokens=40)
     assert stats.num_model_accepted_tokens > 20
 
 
-def test_a_sequence_that_does_not_fit_goes_on_without_the_draft_model():
+def test_a_sequence_that_does_not_fit_continues_without_the_draft_model():
     """The draft model of the toy engine has 24 blocks of 2 tokens."""
     stats = run_request(1.0, max_tokens=56)
     assert 20 < stats.num_model_accepted_tokens < 45
 
 
-def test_a_draft_model_that_fails_is_left_out(caplog):
+def test_a_draft_model_that_fails_is_disabled(caplog):
     engine = ToyEngine(num_blocks=64, speculates=True, guessed=1.0, budget=32)
     model = engine.scheduler.speculation.model._model
     launch, calls = model._launch, []
@@ -117,7 +117,7 @@ def test_a_draft_ends_where_the_draft_model_computes_nan(monkeypatch):
     assert engine.loop.stats().num_model_accepted_tokens > 0
 
 
-def test_all_copies_are_given_back():
+def test_all_draft_model_slots_are_released():
     engine = ToyEngine(num_blocks=64, max_slots=4, speculates=True, guessed=0.8, budget=32)
     for first, name in enumerate("abcd"):
         engine.submit(name, (first, *PROMPT), max_tokens=12, temperature=1.0, seed=ord(name))
@@ -165,7 +165,7 @@ class Request:
 SEQ = Request()
 
 
-def test_the_number_of_guesses_follows_price_and_record():
+def test_the_number_of_guesses_follows_cost_and_acceptance():
     cheap, dear = drafts_at(0.05), drafts_at(0.4)
     many, few = (each.offer(SEQ, 0.1, 8.0, 16).count for each in (cheap, dear))
     assert many > few > 0
@@ -180,7 +180,7 @@ def test_the_number_of_guesses_follows_price_and_record():
     assert cheap.offer(Request(), 0.1, 8.0, 16).count > 0, "a new sequence has the chances of all"
 
 
-def test_a_prompt_is_computed_only_if_that_pays():
+def test_the_draft_model_prefills_a_prompt_only_if_that_pays():
     made = drafts_at(0.05, prompt_s=0.05)
     made._model.missing = MAX_LAG + 1
     assert made.offer(SEQ, 0.1, 8.0, 16).count > 0
@@ -197,7 +197,7 @@ def test_a_prompt_is_computed_only_if_that_pays():
     assert made.offer(SEQ, 0.1, 8.0, 16).count > 0
 
 
-def test_nobody_asks_a_draft_model_whose_account_is_empty():
+def test_a_draft_model_with_an_empty_account_is_not_asked():
     made = drafts_at(0.2)
     assert made.begin(1)
     made._add(-10.0)
@@ -207,7 +207,7 @@ def test_nobody_asks_a_draft_model_whose_account_is_empty():
 
 
 @pytest.mark.parametrize("num_decoding", [1, 8])
-def test_a_useless_draft_model_costs_little_by_construction(num_decoding):
+def test_a_useless_draft_model_costs_little(num_decoding):
     """All time that guesses take, and all that verifying them takes, is within the allowance."""
     made = drafts_at(0.2 / num_decoding, prompt_s=0.01)
     sequences = [Request() for _ in range(num_decoding)]
@@ -228,7 +228,7 @@ def test_a_useless_draft_model_costs_little_by_construction(num_decoding):
     assert 0 < cost_s < 0.01 * 2000
 
 
-def test_a_bad_draft_model_is_tried_again_much_later(monkeypatch):
+def test_a_bad_draft_model_is_retried_much_later(monkeypatch):
     monkeypatch.setattr(model_drafts, "FORGETTING", 0.001)  # fewer steps than in use
     made = drafts_at(0.05)
     for _ in range(40):
@@ -239,12 +239,12 @@ def test_a_bad_draft_model_is_tried_again_much_later(monkeypatch):
     assert not any(tries[:50]) and any(tries)
 
 
-def test_the_draft_model_waits_for_no_measurement():
+def test_a_draft_model_is_not_used_before_step_times_are_known():
     made = ModelDrafts(Prices(0.1, 0.1), SimpleNamespace(step_s=lambda rows, tokens: None))
     assert not made.begin(1), "nothing is known about the times of steps"
 
 
-def test_a_warm_draft_model_knows_its_cost():
+def test_a_warmed_up_draft_model_knows_its_cost():
     spec = ToyEngine().spec
     model = DraftModel(GuessingRunner(spec, 1.0), max_tokens=64)
     assert not model.token_s(1) and not model.prompt_s(10)
@@ -264,7 +264,7 @@ OPTIONS = EngineOptions(model_path="m", framework="native", draft_model="d")
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
     ],
 )
-def test_options_that_contradict_a_draft_model_are_named(changes, says):
+def test_options_that_conflict_with_a_draft_model_are_named(changes, says):
     with pytest.raises(ConfigError, match=says):
         worker.plan_draft(SimpleNamespace(), structs.replace(OPTIONS, **changes))
 
@@ -292,7 +292,7 @@ def test_a_draft_model_needs_the_same_vocabulary(monkeypatch, ours, theirs, says
         worker.check_vocabulary(Path("m"), Path("d"))
 
 
-def test_the_rate_of_old_guesses_fades(monkeypatch):
+def test_the_acceptance_rate_of_old_guesses_fades(monkeypatch):
     monkeypatch.setattr(model_drafts, "FORGETTING", 0.001)
     rate = Rate(0.5, 4.0)
     for _ in range(200):

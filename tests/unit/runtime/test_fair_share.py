@@ -36,14 +36,14 @@ def admit_one(line, step=0):
     return seq
 
 
-def test_one_tenant_alone_is_served_first_come_first_served():
+def test_a_single_tenant_is_served_first_come_first_served():
     line = WaitingQueue()
     for arrival in range(20):
         line.add(sequence(arrival, "a", prompt=1 + arrival % 5))
     assert [admit_one(line).arrival for _ in range(20)] == list(range(20))
 
 
-def test_a_flood_does_not_keep_others_waiting():
+def test_a_flood_of_one_tenant_does_not_keep_others_waiting():
     line = WaitingQueue()
     for arrival in range(500):
         line.add(sequence(arrival, "flood"))
@@ -55,7 +55,7 @@ def test_a_flood_does_not_keep_others_waiting():
     assert admitted.count("light") == 10
 
 
-def test_turns_are_not_saved_up_by_staying_away():
+def test_an_idle_tenant_does_not_save_up_turns():
     line = WaitingQueue()
     for arrival in range(100):
         line.add(sequence(arrival, "busy"))
@@ -68,7 +68,7 @@ def test_turns_are_not_saved_up_by_staying_away():
     assert 18 <= admitted.count("away") <= 22
 
 
-def test_what_was_never_given_is_not_paid_for():
+def test_tokens_that_were_not_generated_are_refunded():
     line = WaitingQueue()
     promised = [sequence(arrival, "modest", max_tokens=200) for arrival in range(4)]
     for seq in promised:
@@ -83,7 +83,7 @@ def test_what_was_never_given_is_not_paid_for():
     assert next(line.in_order(0)).tenant == "modest"
 
 
-def test_a_preempted_sequence_comes_before_everybody_new():
+def test_a_preempted_sequence_is_admitted_before_new_ones():
     line = WaitingQueue()
     seq = sequence(0, "a", prompt=60)
     line.add(seq)
@@ -93,7 +93,7 @@ def test_a_preempted_sequence_comes_before_everybody_new():
     assert next(line.in_order(0)) is seq
 
 
-def test_aging_still_bounds_what_priorities_delay():
+def test_aging_bounds_the_delay_by_priorities():
     line = WaitingQueue()
     line.add(sequence(0, "patient", priority=1, step=0))
     for arrival in range(1, 50):
@@ -102,7 +102,7 @@ def test_aging_still_bounds_what_priorities_delay():
     assert next(line.in_order(AGING_STEPS)).tenant == "patient"
 
 
-def test_tenants_of_the_past_are_forgotten():
+def test_shares_of_past_tenants_are_forgotten():
     line = WaitingQueue()
     line.add(sequence(0, "always", prompt=64, priority=1))
     for arrival in range(1, 4 * MAX_REMEMBERED):
@@ -125,7 +125,7 @@ def test_tenants_of_the_past_are_forgotten():
         max_size=120,
     )
 )
-def test_nobody_starves_and_shares_stay_close(arrivals):
+def test_no_tenant_starves_and_shares_stay_close(arrivals):
     """While two tenants both wait all the time, what they are given differs by a bounded amount,
     however many and however large the requests of either; in the end everybody has been served.
     """
@@ -181,7 +181,7 @@ def test_nobody_starves_and_shares_stay_close(arrivals):
     ),
     tenant=st.sampled_from("abcd"),
 )
-def test_the_number_before_a_sequence_is_the_number_admitted_before_it(queued, tenant):
+def test_num_before_predicts_how_many_sequences_are_admitted_first(queued, tenant):
     line, step = WaitingQueue(), 0
     for arrival, (owner, prompt, max_tokens, priority, pause, admits) in enumerate(queued):
         line.add(sequence(arrival, owner, prompt, max_tokens, min(priority, 0), step))
@@ -201,7 +201,7 @@ def test_the_number_before_a_sequence_is_the_number_admitted_before_it(queued, t
         line.remove(newest)
 
 
-def test_those_of_a_later_rank_come_before_a_new_one_only_when_they_have_aged():
+def test_lower_priorities_precede_a_new_sequence_only_after_aging():
     line = WaitingQueue()
     line.add(sequence(0, "batch", priority=2, step=0))
     line.add(sequence(1, "batch", priority=2, step=AGING_STEPS))
@@ -223,7 +223,7 @@ def test_a_priority_orders_only_the_requests_of_its_own_tenant():
     assert admitted[-1] == ("calm", 6)
 
 
-def test_the_engine_serves_a_light_tenant_between_a_heavy_ones_requests():
+def test_a_light_tenant_is_served_between_a_heavy_tenants_requests():
     engine = ToyEngine(max_slots=1, num_blocks=64)
     for number in range(30):
         engine.submit(f"heavy{number}", (1, 2, number % 9), max_tokens=2, tenant="heavy")
@@ -238,7 +238,7 @@ def test_the_engine_serves_a_light_tenant_between_a_heavy_ones_requests():
     engine.run()
 
 
-def test_a_newcomer_does_not_wait_for_the_prompts_that_others_have_begun():
+def test_a_new_tenant_does_not_wait_for_prompts_in_progress():
     engine = ToyEngine(num_blocks=256, max_slots=8, max_seq_len=256, budget=16)
     for number in range(4):
         engine.submit(f"long{number}", [number] * 200, tenant="flood", max_tokens=4)
@@ -250,7 +250,7 @@ def test_a_newcomer_does_not_wait_for_the_prompts_that_others_have_begun():
     engine.check()
 
 
-def test_a_newcomers_prompt_is_not_cut_into_pieces_beside_a_flood_of_prompts():
+def test_a_new_tenants_prompt_is_not_split_beside_a_flood_of_prompts():
     engine = ToyEngine(num_blocks=1024, max_slots=20, max_seq_len=256, budget=27)
     for number in range(12):
         engine.submit(f"stream{number}", [number], tenant="flood", max_tokens=200)
@@ -265,7 +265,7 @@ def test_a_newcomers_prompt_is_not_cut_into_pieces_beside_a_flood_of_prompts():
     engine.check()
 
 
-def test_every_other_step_of_newcomers_is_short_and_the_rest_go_on_with_prompts():
+def test_every_other_step_for_a_new_tenant_is_short_and_prefill_continues():
     engine = ToyEngine(num_blocks=1024, max_slots=16, max_seq_len=256, budget=256)
     for number in range(8):
         engine.submit(f"long{number}", [number] * 200, tenant="flood", max_tokens=4)
@@ -282,7 +282,7 @@ def test_every_other_step_of_newcomers_is_short_and_the_rest_go_on_with_prompts(
     engine.check()
 
 
-def test_the_last_slot_is_for_a_tenant_that_has_none():
+def test_the_last_free_slot_is_reserved_for_a_tenant_without_one():
     engine = ToyEngine(max_slots=3, num_blocks=256, max_seq_len=128)
     for number in range(6):
         engine.submit(f"flood{number}", [1, 2, number], tenant="flood", max_tokens=60)

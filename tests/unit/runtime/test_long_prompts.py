@@ -25,7 +25,7 @@ def wide_engine(length: int, **options) -> ToyEngine:
 
 @pytest.mark.parametrize("num_decoding", [0, 2])
 @pytest.mark.parametrize("num_long", [1, 4])
-def test_the_wait_of_a_short_prompt_does_not_depend_on_the_long_one(num_long, num_decoding):
+def test_the_wait_of_a_short_prompt_is_independent_of_a_long_prompts_length(num_long, num_decoding):
     waits = set()
     for length in (200, 800, 2400):
         engine = wide_engine(num_long * length, budget=16 + num_decoding)
@@ -41,7 +41,7 @@ def test_the_wait_of_a_short_prompt_does_not_depend_on_the_long_one(num_long, nu
     assert len(waits) == 1 and max(waits) <= 3
 
 
-def test_long_prompts_go_on_beside_an_endless_stream_of_short_ones():
+def test_a_long_prompt_makes_progress_beside_endless_short_ones():
     """Short prompts take at most three quarters of each step from a long one."""
     engine = wide_engine(800)
     engine.submit("long", long_prompt(800), max_tokens=2)
@@ -54,7 +54,7 @@ def test_long_prompts_go_on_beside_an_endless_stream_of_short_ones():
     assert turns <= 800 / (16 / 4)
 
 
-def test_the_next_long_prompt_is_not_passed_for_ever():
+def test_the_next_long_prompt_is_not_passed_forever():
     engine = wide_engine(1600)
     engine.submit("long", long_prompt(400), max_tokens=2)
     engine.turn()
@@ -67,7 +67,7 @@ def test_the_next_long_prompt_is_not_passed_for_ever():
     assert turns <= 2 * 400 / (16 / 4) + 16
 
 
-def test_unused_room_of_short_prompts_is_used_by_the_long_one():
+def test_prefill_reserved_for_short_prompts_is_used_by_the_long_one_if_free():
     """A long one waits behind another one. No step is smaller because of that."""
     engine = wide_engine(800)
     engine.submit("long", long_prompt(320), max_tokens=1)
@@ -75,7 +75,7 @@ def test_unused_room_of_short_prompts_is_used_by_the_long_one():
     assert turns_until_first_token(engine, "long") <= 320 // 16 + 1
 
 
-def test_a_short_prompt_passes_one_that_finds_too_few_blocks():
+def test_a_short_prompt_overtakes_one_that_lacks_blocks():
     engine = ToyEngine(num_blocks=64, block_size=2, max_slots=4, max_seq_len=128, budget=64)
     engine.submit("busy", long_prompt(60), max_tokens=60)
     engine.turn(2)
@@ -88,7 +88,7 @@ def test_a_short_prompt_passes_one_that_finds_too_few_blocks():
     engine.check()
 
 
-def test_a_prompt_that_finds_too_few_blocks_is_passed_by_as_many_tokens_as_it_has():
+def test_a_prompt_short_of_blocks_is_overtaken_by_at_most_its_own_number_of_tokens():
     engine = ToyEngine(num_blocks=64, block_size=2, max_slots=4, max_seq_len=128, budget=64)
     engine.submit("busy", long_prompt(60), max_tokens=60)
     engine.turn(2)

@@ -79,7 +79,7 @@ def fetched(mover: Any) -> tuple[int, int, int]:
     return tier.saved_tokens, tier.num_bad, tier.num_errors
 
 
-def test_blocks_are_served_after_a_connection_could_not_be_accepted(
+def test_the_block_server_continues_after_a_failed_accept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(doorway, "PAUSE_S", 0.01)
@@ -100,7 +100,7 @@ def test_blocks_are_served_after_a_connection_could_not_be_accepted(
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_decode_engine_goes_on_with_the_blocks_of_another(shape: str) -> None:
+def test_a_decode_engine_continues_from_a_prefill_engines_blocks(shape: str) -> None:
     options = SHAPES[shape]
     tier = outgoing()
     prefilled(tier, **options)
@@ -114,7 +114,7 @@ def test_a_decode_engine_goes_on_with_the_blocks_of_another(shape: str) -> None:
     assert faults == [0, 0]
 
 
-def test_without_a_handover_nobody_is_asked() -> None:
+def test_without_a_handover_no_peer_is_contacted() -> None:
     def dial(source: BlockSource) -> Any:
         raise AssertionError("a connection was opened")
 
@@ -123,7 +123,7 @@ def test_without_a_handover_nobody_is_asked() -> None:
     assert mover.tiers[0].num_misses == 0
 
 
-def test_blocks_are_kept_even_if_they_were_evicted_from_the_outgoing_tier() -> None:
+def test_kept_blocks_are_served_after_eviction_from_the_outgoing_tier() -> None:
     """The KV pool still has them, so nothing is computed."""
     tier = outgoing()
     engine = prefilled(tier)
@@ -134,7 +134,7 @@ def test_blocks_are_kept_even_if_they_were_evicted_from_the_outgoing_tier() -> N
     assert tier.num_records >= 8
 
 
-def test_a_damaged_block_is_computed_instead() -> None:
+def test_a_damaged_block_of_a_peer_is_recomputed() -> None:
     tier = outgoing()
     prefilled(tier)
     names = list(tier._records)
@@ -170,7 +170,7 @@ def test_blocks_of_another_model_are_not_used() -> None:
     assert saved == 0 and num_bad == 8
 
 
-def test_a_wrong_token_fetches_nothing() -> None:
+def test_a_wrong_peer_token_fetches_nothing() -> None:
     tier = outgoing()
     prefilled(tier)
     with serving(tier) as source:
@@ -183,7 +183,7 @@ def test_a_wrong_token_fetches_nothing() -> None:
             tried.find([f"{(b'k' * 32).hex()}.full"])
 
 
-def test_an_engine_that_goes_away_is_not_asked_again() -> None:
+def test_a_peer_that_goes_away_is_not_asked_again() -> None:
     tier = outgoing()
     prefilled(tier)
     asked = []
@@ -211,7 +211,7 @@ def certificate(folder: Path, name: str) -> tuple[str, str]:
     return files
 
 
-def test_by_tls_only_the_known_certificate_is_trusted(tmp_path: Path) -> None:
+def test_only_the_pinned_tls_certificate_is_trusted(tmp_path: Path) -> None:
     files, others = certificate(tmp_path, "node"), certificate(tmp_path, "other")
     tier = outgoing()
     prefilled(tier)
@@ -223,7 +223,7 @@ def test_by_tls_only_the_known_certificate_is_trusted(tmp_path: Path) -> None:
             peers.connect(forged)
 
 
-def test_what_is_no_question_closes_the_connection() -> None:
+def test_an_invalid_peer_message_closes_the_connection() -> None:
     with serving(outgoing()) as source:
         sock, link = peers.connect(source)
         link.send(link_module.encode_frame(["what?"]))

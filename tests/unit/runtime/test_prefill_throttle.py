@@ -48,7 +48,7 @@ def test_an_idle_engine_takes_large_steps() -> None:
     assert learned().plan(demand(0, 60)) == learned().plan(demand(0, 1)) == (LARGEST, False)
 
 
-def test_the_few_that_decode_pause_until_a_burst_has_started() -> None:
+def test_decode_pauses_while_a_burst_of_prompts_is_prefilled() -> None:
     """A burst of 160 prompts is computed in three steps, and the last one has fewer that start than
     that decode.
     """
@@ -59,7 +59,7 @@ def test_the_few_that_decode_pause_until_a_burst_has_started() -> None:
     assert pacing.plan(demand(162, 30)).num_tokens < LARGEST
 
 
-def test_in_a_long_burst_decode_goes_on_after_a_while() -> None:
+def test_decode_resumes_during_a_long_burst() -> None:
     pacing, plans = learned(), []
     for step in range(100):
         plans.append(pacing.plan(demand(2 + step, 6400 - 64 * step)))
@@ -69,12 +69,12 @@ def test_in_a_long_burst_decode_goes_on_after_a_while() -> None:
     assert num_paused == pytest.approx(MAX_PAUSE_S / seconds(0, LARGEST), abs=2)
 
 
-def test_long_prompts_are_not_cut_into_small_chunks() -> None:
+def test_long_prompts_are_not_split_into_small_chunks() -> None:
     assert learned().plan(demand(500, 1, 7000)) == (LARGEST, False)
     assert learned().plan(demand(500, 1, 1000)).num_tokens < LARGEST
 
 
-def test_a_step_has_a_size_to_which_steps_are_padded() -> None:
+def test_step_sizes_are_rounded_to_padded_graph_sizes() -> None:
     """Decode and 0.8 of its time of prefill are 752 tokens. The next smaller size is taken, if it
     is not much smaller.
     """
@@ -82,7 +82,7 @@ def test_a_step_has_a_size_to_which_steps_are_padded() -> None:
     assert learned((64, 640, 1024)).plan(demand(256, 20)).num_tokens == 640
 
 
-def test_steps_are_longer_where_requests_need_more_prefill_to_go_on() -> None:
+def test_mixed_steps_are_longer_if_requests_need_more_prefill() -> None:
     """Of 256 streams with 512 prompt tokens each, two begin in every step."""
     pacing, started, new = learned(), 0, 0
     for _ in range(2000):
@@ -92,7 +92,7 @@ def test_steps_are_longer_where_requests_need_more_prefill_to_go_on() -> None:
     assert 1024 < tokens - 256 < 1300
 
 
-def test_a_request_after_days_of_idleness_is_like_any_other(monkeypatch) -> None:
+def test_a_request_after_a_long_idle_time_is_scheduled_normally(monkeypatch) -> None:
     """By then the decayed sums are next to nothing, and a prompt starts before its first token."""
     monkeypatch.setattr(even_steps, "MEMORY", 0.9)  # so that fewer idle turns are as many days
     pacing = learned()
@@ -103,7 +103,7 @@ def test_a_request_after_days_of_idleness_is_like_any_other(monkeypatch) -> None
     assert 64 < pacing.plan(demand(64, 1, 512, **counts)).num_tokens < LARGEST
 
 
-def test_a_second_burst_begins_like_the_first_one() -> None:
+def test_a_second_burst_is_treated_like_the_first() -> None:
     """The first one used all long gaps that were left."""
     pacing = learned()
     for decoding in (60, 120, 180):
@@ -113,7 +113,7 @@ def test_a_second_burst_begins_like_the_first_one() -> None:
     assert pacing.plan(demand(100, 140)) == (LARGEST, True)
 
 
-def test_few_gaps_are_long_if_fewer_sequences_start_than_decode() -> None:
+def test_few_token_gaps_are_long_if_fewer_sequences_start_than_decode() -> None:
     """All that decode are in one burst, so a large step is a long gap for each of them."""
     rng, pacing, num_long, num_gaps = random.Random(3), learned(), 0, 0
     for _ in range(20_000):
@@ -127,7 +127,7 @@ def test_few_gaps_are_long_if_fewer_sequences_start_than_decode() -> None:
 
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("seed", range(6))
-def test_all_requests_have_the_tokens_of_each_alone(depth: int, seed: int) -> None:
+def test_throttled_schedules_give_each_request_its_own_tokens(depth: int, seed: int) -> None:
     """`check` compares all tokens with those of each request alone, and every step is watched: only
     much shorter requests overtake others.
     """
@@ -147,7 +147,7 @@ class Pauses:
         return StepPlan(64, pauses=True)
 
 
-def test_decode_goes_on_where_no_prompt_can_be_computed() -> None:
+def test_decode_continues_if_no_prompt_can_be_prefilled() -> None:
     """The pool has room for one of these requests, so the next one waits for its end."""
     engine = ToyEngine(max_slots=4, num_blocks=8, budget=64, paces=True)
     engine.loop._throttle = Pauses()

@@ -34,7 +34,7 @@ def finish(engine: ToyEngine) -> None:
 
 
 @pytest.mark.parametrize("budget", [4, 5, 64])
-def test_scores_are_the_oracles_however_the_prompt_is_cut(depth, budget):
+def test_prompt_logprobs_equal_the_oracle_for_every_chunking(depth, budget):
     engine = ToyEngine(depth=depth, budget=budget, num_blocks=64)
     engine.submit("scored", PROMPT, max_tokens=4, logprobs=2, score_prompt=True)
     engine.submit("chosen", PROMPT[:5], max_tokens=3, logprobs=0, score_prompt=True)
@@ -45,7 +45,7 @@ def test_scores_are_the_oracles_however_the_prompt_is_cut(depth, budget):
     assert engine.outcomes["plain", 0].prompt_logprobs is None
 
 
-def test_few_tokens_are_scored_in_a_step_and_everybody_gets_on(depth, monkeypatch):
+def test_the_number_of_scored_tokens_per_step_is_bounded(depth, monkeypatch):
     monkeypatch.setattr(prompt_logprobs_module, "MAX_SCORED", 3)
     engine = ToyEngine(depth=depth, budget=64, num_blocks=64, max_slots=4)
     for number in range(3):
@@ -63,7 +63,7 @@ def test_few_tokens_are_scored_in_a_step_and_everybody_gets_on(depth, monkeypatc
     assert 3 <= max(most) <= 3 + 2, "one more for each row that must move"
 
 
-def test_mates_draw_as_if_nobody_was_scored_beside_them(depth):
+def test_sampling_is_unaffected_by_scored_rows_in_the_same_step(depth):
     """Each of their parameters has its row among those of forced tokens."""
     engine = ToyEngine(depth=depth, budget=6, num_blocks=128, max_slots=8)
     engine.submit("drawn", (3,), max_tokens=14, temperature=0.9, top_k=9, top_p=0.9, seed=3)
@@ -88,7 +88,7 @@ def test_mates_draw_as_if_nobody_was_scored_beside_them(depth):
     np.testing.assert_allclose(vector, prompt_logits(PROMPT)[-1].astype(np.float32))
 
 
-def test_a_vector_is_its_own_row_behind_scored_ones(depth):
+def test_pooling_works_beside_scored_rows(depth):
     engine = ToyEngine(depth=depth, budget=64, num_blocks=64)
     engine.submit("scored", PROMPT, max_tokens=2, logprobs=0, score_prompt=True)
     engine.submit("vector", (7, 8), pools=True)
@@ -98,7 +98,7 @@ def test_a_vector_is_its_own_row_behind_scored_ones(depth):
     np.testing.assert_allclose(vector, prompt_logits((7, 8))[-1].astype(np.float32))
 
 
-def test_who_is_preempted_while_scored_begins_anew(depth):
+def test_a_sequence_preempted_while_scored_is_scored_again(depth):
     engine = ToyEngine(depth=depth, num_blocks=16, max_slots=4, budget=6)
     for number in range(3):
         engine.submit(f"old{number}", (number, 1), max_tokens=12)
@@ -119,7 +119,7 @@ def test_who_is_preempted_while_scored_begins_anew(depth):
     check_scores(engine, "scored", 1)
 
 
-def test_a_failed_step_repeats_its_scores_and_tells_each_once(depth):
+def test_scores_of_a_failed_step_are_repeated_and_reported_once(depth):
     engine = ToyEngine(depth=depth, num_blocks=64, budget=4)
     engine.submit("scored", PROMPT, max_tokens=3, logprobs=1, score_prompt=True)
     engine.turn(2)
@@ -136,7 +136,7 @@ def test_a_failed_step_repeats_its_scores_and_tells_each_once(depth):
     check_scores(engine, "scored", 1)
 
 
-def test_one_choice_is_scored_and_takes_nothing_from_the_cache(depth):
+def test_one_choice_is_scored_without_using_the_prefix_cache(depth):
     engine = ToyEngine(depth=depth, num_blocks=64, max_slots=8)
     engine.submit("before", PROMPT, max_tokens=2)
     engine.run()
@@ -148,7 +148,7 @@ def test_one_choice_is_scored_and_takes_nothing_from_the_cache(depth):
     assert [each.num_cached for each in outcomes] == [0, 10, 10]
 
 
-def test_scored_tokens_are_of_the_vocabulary():
+def test_scored_tokens_must_be_in_the_vocabulary():
     engine = ToyEngine()
     engine.submit("scored", (1, 2, 3), max_tokens=1, logprobs=VOCAB, score_prompt=True)
     finish(engine)

@@ -43,7 +43,7 @@ def test_match_is_the_longest_prefix_in_whole_blocks():
     assert tree.cache.match("", packed([2, 1])).blocks == []
 
 
-def test_a_branch_splits_and_both_sides_stay():
+def test_inserting_a_branch_splits_a_node_and_keeps_both_sides():
     tree = Tree()
     tree.store(1, 2, 3, 4, 5, 6)
     tree.store(1, 2, 3, 4, 7, 8)
@@ -70,7 +70,7 @@ def test_match_agrees_with_brute_force_over_random_trees():
             assert len(tree.cache.match("", packed(wanted)).blocks) == best
 
 
-def test_a_running_sequence_stores_nothing_below_anothers_block():
+def test_a_running_sequence_is_not_inserted_below_anothers_block():
     tree = Tree()
     tree.store(1, 2)
     own = tree.pool.take(2)  # computed the same block again, and one more
@@ -86,7 +86,7 @@ def test_a_running_sequence_stores_nothing_below_anothers_block():
     ("policy", "victim"),
     [("lru", (5, 6)), ("lfu", (3, 4)), ("fifo", (1, 2))],
 )
-def test_the_policy_chooses_the_victim(policy, victim):
+def test_lru_lfu_and_fifo_choose_the_evicted_block(policy, victim):
     tree = Tree(policy=policy)
     tree.store(1, 2)  # oldest
     for _ in range(3):
@@ -100,7 +100,7 @@ def test_the_policy_chooses_the_victim(policy, victim):
     assert remaining == {(1, 2), (3, 4), (5, 6)} - {victim}
 
 
-def test_eviction_trims_tails_and_spares_what_is_held():
+def test_eviction_removes_tails_and_spares_referenced_blocks():
     tree = Tree()
     blocks = tree.store(1, 2, 3, 4, 5, 6, 7, 8)
     tree.pool.share(blocks[:2])
@@ -109,7 +109,7 @@ def test_eviction_trims_tails_and_spares_what_is_held():
     tree.cache.check()
 
 
-def test_namespaces_are_separate_trees_and_leave_nothing_behind():
+def test_namespaces_are_separate_trees_and_are_removed_when_empty():
     tree = Tree(4096)
     for number in range(200):
         tree.store(1, 2, namespace=f"tenant-{number}")
@@ -118,7 +118,7 @@ def test_namespaces_are_separate_trees_and_leave_nothing_behind():
     assert not tree.cache._roots and tree.pool.num_free == tree.pool.num_usable
 
 
-def test_time_to_live():
+def test_cached_blocks_expire_after_their_time_to_live():
     now = [0.0]
     tree = Tree(ttl_s=10.0, clock=lambda: now[0])
     tree.store(1, 2, 3, 4)
@@ -132,7 +132,7 @@ def test_time_to_live():
     assert tree.pool.num_free == tree.pool.num_usable
 
 
-def test_a_long_life_leaves_the_leaf_heap_bounded():
+def test_the_eviction_heap_stays_bounded():
     tree = Tree(16)
     for number in range(5000):
         tree.store(1, 2, 3, 4)
@@ -164,7 +164,7 @@ WARM = tuple(range(20))
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "fifo"])
 @pytest.mark.parametrize("salts", [1, 50])  # many namespaces are still one tenant
-def test_a_flood_of_one_tenant_pushes_out_its_own(policy, salts):
+def test_a_flood_of_one_tenant_evicts_its_own_blocks(policy, salts):
     tree = Flooded(policy=policy)
     tree.visit("victim", *WARM)
     tree.flood("flood", 500, salts)
@@ -172,7 +172,7 @@ def test_a_flood_of_one_tenant_pushes_out_its_own(policy, salts):
     assert tree.pool.num_cached > 30  # what the victim does not use is there to be used
 
 
-def test_more_than_an_equal_part_is_not_kept():
+def test_a_tenant_keeps_at_most_its_equal_share_under_pressure():
     tree = Flooded()
     tree.visit("greedy", *range(70))  # 35 of 40
     tree.flood("other", 200)
@@ -180,7 +180,7 @@ def test_more_than_an_equal_part_is_not_kept():
     assert not tree.has(*range(60), namespace="greedy")
 
 
-def test_whoever_has_left_keeps_nothing():
+def test_blocks_of_an_idle_tenant_lose_their_protection():
     tree = Flooded()
     tree.visit("gone", *WARM)
     tree.flood("a", 50)
@@ -190,7 +190,7 @@ def test_whoever_has_left_keeps_nothing():
     assert list(tree.cache._leaves.by_tenant) == ["a"]
 
 
-def test_alone_a_tenant_has_everything_in_the_order_of_the_policy():
+def test_a_single_tenant_may_fill_the_cache_by_policy_order():
     tree = Flooded()
     tree.visit("a", *WARM)
     tree.flood("a", 100)

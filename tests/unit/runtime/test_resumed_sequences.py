@@ -37,7 +37,7 @@ def num_turns(engine: ToyEngine) -> int:
     raise AssertionError("they never continue")
 
 
-def test_all_requests_of_a_dead_engine_catch_up_at_once():
+def test_all_requests_of_a_dead_engine_are_recomputed_together():
     engine = ToyEngine(num_blocks=200, budget=64)
     engine.loop._budget = StingyBudget(64, 4)
     engine.submit("own", (1, 2), max_tokens=60)
@@ -51,7 +51,7 @@ def test_all_requests_of_a_dead_engine_catch_up_at_once():
     assert not engine.scheduler.is_catching_up
 
 
-def test_new_requests_are_computed_beside_decode():
+def test_new_requests_after_a_restart_are_prefilled_beside_decode():
     engine = ToyEngine(num_blocks=200, budget=64)
     engine.loop._budget = StingyBudget(64, 4)
     engine.submit("own", (1, 2), max_tokens=60)

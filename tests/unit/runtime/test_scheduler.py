@@ -36,7 +36,7 @@ def test_first_come_first_served_within_a_priority():
     assert order_of_first_tokens(engine) == ["urgent", "a", "b", "late"]
 
 
-def test_waiting_long_enough_beats_a_priority():
+def test_aging_overtakes_a_higher_priority():
     engine = ToyEngine(max_slots=1, num_blocks=64)
     engine.submit("patient", (1, 2), priority=1, max_tokens=2)
     engine.submit("first", (9, 9), max_tokens=2)
@@ -48,7 +48,7 @@ def test_waiting_long_enough_beats_a_priority():
     assert order.index("patient") < order.index("fresh0")
 
 
-def test_a_shared_prompt_is_computed_once_for_all_who_wait():
+def test_a_shared_prompt_is_computed_once_for_all_waiting_requests():
     engine = ToyEngine(max_slots=8, num_blocks=200, block_size=2, budget=8)
     prefix = tuple(range(1, 21))
     for number in range(8):
@@ -61,7 +61,7 @@ def test_a_shared_prompt_is_computed_once_for_all_who_wait():
     assert cached == [0] + [20] * 7
 
 
-def test_the_held_go_on_when_their_leader_is_aborted():
+def test_sequences_waiting_for_a_shared_prefix_continue_if_its_owner_is_aborted():
     engine = ToyEngine(max_slots=4, num_blocks=64, budget=2)
     prompt = tuple(range(1, 16))
     engine.submit("leader", prompt, max_tokens=4)
@@ -75,7 +75,7 @@ def test_the_held_go_on_when_their_leader_is_aborted():
     assert engine.outcomes["follower", 0].finish_reason == "length"
 
 
-def test_nobody_is_held_for_blocks_that_are_not_shared():
+def test_sequences_do_not_wait_for_blocks_if_sharing_is_off():
     engine = ToyEngine(sharing=False)
     for number in range(2):
         engine.submit(f"r{number}", (1, 2, 3, 4, 5), max_tokens=3)
@@ -83,7 +83,7 @@ def test_nobody_is_held_for_blocks_that_are_not_shared():
     assert engine.scheduler.num_running == 2
 
 
-def test_admission_order_is_that_of_aged_priorities():
+def test_admission_order_follows_aged_priorities():
     rng, line = random.Random(1), WaitingQueue()
     blank = dataclasses.fields(Sequence)
     for arrival in range(200):
@@ -100,7 +100,7 @@ def test_admission_order_is_that_of_aged_priorities():
     assert found == sorted(order)
 
 
-def test_ended_requests_are_not_kept_until_their_deadline():
+def test_finished_requests_are_not_kept_until_their_deadline():
     engine = ToyEngine(max_slots=4)
     for number in range(300):
         engine.submit(f"r{number}", (1, number % 20), max_tokens=1)
@@ -110,7 +110,7 @@ def test_ended_requests_are_not_kept_until_their_deadline():
     assert len(engine.loop._admission._deadlines) < 100
 
 
-def test_a_first_step_after_idling_is_seen_as_work():
+def test_the_first_step_after_idling_is_reported_as_busy():
     engine = ToyEngine()
     beats, forward = [], engine.runner.forward
     engine.loop._pulse = SimpleNamespace(beat=lambda busy, step_timeout_s: beats.append(busy))
@@ -127,7 +127,7 @@ def test_a_first_step_after_idling_is_seen_as_work():
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_a_step_is_not_charged_for_the_one_before_it(depth, monkeypatch):
+def test_a_steps_time_excludes_the_step_before_it(depth, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: now[0]))
     engine = ToyEngine(depth=depth)
@@ -178,7 +178,7 @@ def test_invariants_are_checked_when_nothing_has_just_been_computed():
     assert checked == [2]
 
 
-def test_nobody_is_preempted_more_often_than_allowed():
+def test_a_sequence_is_preempted_at_most_max_preemptions_times():
     engine = ToyEngine(num_blocks=10, max_slots=6, block_size=2, budget=12)
     for number in range(12):
         engine.submit(f"r{number}", (number, 1, 2, 3), max_tokens=14, temperature=1.0)
@@ -193,7 +193,7 @@ def test_nobody_is_preempted_more_often_than_allowed():
     assert all(outcome.finish_reason == "length" for outcome in engine.outcomes.values())
 
 
-def test_preempted_often_enough_it_gets_all_it_can_ever_need():
+def test_after_max_preemptions_a_sequence_gets_all_blocks_it_can_need():
     engine = ToyEngine(num_blocks=32, block_size=2, max_slots=4)
     for name in ("older", "younger"):
         engine.submit(name, (len(name), 1, 2), max_tokens=20)
@@ -209,7 +209,7 @@ def test_preempted_often_enough_it_gets_all_it_can_ever_need():
     engine.check()
 
 
-def test_a_passed_deadline_ends_the_request_wherever_it_is():
+def test_a_passed_deadline_ends_running_and_waiting_requests():
     engine = ToyEngine(max_slots=1)
     for name in ("running", "waiting"):
         engine.submit(name, (1, 2, 3), max_tokens=30)
@@ -221,7 +221,7 @@ def test_a_passed_deadline_ends_the_request_wherever_it_is():
     assert engine.outcomes["other", 0].finish_reason == "length"
 
 
-def test_who_can_not_begin_for_long_is_refused_and_who_has_begun_is_not():
+def test_queue_timeout_refuses_waiting_requests_and_not_started_ones():
     engine = ToyEngine(max_slots=1)
     limits = {"running": 60.0, "patient": 60.0, "waiting": 1.0}
     for name, limit_s in limits.items():
@@ -243,7 +243,7 @@ def test_who_can_not_begin_for_long_is_refused_and_who_has_begun_is_not():
     engine.check()
 
 
-def test_a_request_has_begun_with_its_first_choice():
+def test_a_request_has_started_with_its_first_choice():
     engine = ToyEngine(max_slots=1)
     for name in ("several", "behind"):
         engine.submit(name, (1, 2, 3), max_tokens=6, n=3)
@@ -259,7 +259,7 @@ def test_a_request_has_begun_with_its_first_choice():
     engine.check()
 
 
-def test_the_queue_is_bounded():
+def test_the_waiting_queue_is_bounded():
     engine = ToyEngine(max_slots=1, max_queued=2)
     for number in range(4):
         engine.submit(f"r{number}", (1, number), max_tokens=3)
@@ -269,7 +269,7 @@ def test_the_queue_is_bounded():
     assert engine.outcomes["r3", 0].error_code == "RATE_LIMIT_EXCEEDED"
 
 
-def test_everybody_running_gets_a_token_in_every_step():
+def test_every_running_sequence_gets_a_token_in_every_step():
     engine = ToyEngine(max_slots=3, num_blocks=100, budget=4)
     engine.submit("a", (1, 2), max_tokens=30)
     engine.turn(2)
@@ -279,7 +279,7 @@ def test_everybody_running_gets_a_token_in_every_step():
     assert len(engine.outcomes["a", 0].tokens) == before + 5
 
 
-def test_cached_blocks_and_sequences_are_bounded():
+def test_cached_blocks_and_cached_sequences_are_bounded():
     engine = ToyEngine(num_blocks=64, max_cached_blocks=6, max_cached_sequences=2)
     for number in range(6):
         engine.submit(f"r{number}", (number, number, 1, 2, 3), max_tokens=3)
@@ -289,7 +289,7 @@ def test_cached_blocks_and_sequences_are_bounded():
     engine.check()
 
 
-def test_a_pool_is_used_up_to_its_target_which_grows_by_prompts_that_come_again():
+def test_the_target_of_used_blocks_grows_with_repeated_prompts():
     engine = ToyEngine(num_blocks=200, target_blocks=10, max_seq_len=40)
     prompts = [(number, *range(16), number) for number in range(5)]
     for prompt in prompts:

@@ -34,7 +34,7 @@ SCHEDULES = [
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_constrained_rows_match_and_leave_their_neighbours_alone(schedule):
+def test_grammar_rows_match_and_do_not_affect_other_rows(schedule):
     engine = ToyEngine(grammars=Grammars(vocabulary), **schedule)
     regexes = ["(ab|cd)+e", "a{3}b?", "[a-f]+(gh)?", "hello|jail"]
     for index, regex in enumerate(regexes):
@@ -59,7 +59,7 @@ def test_constrained_rows_match_and_leave_their_neighbours_alone(schedule):
     engine.scheduler.check()
 
 
-def test_what_a_grammar_allows_does_not_depend_on_the_schedule():
+def test_grammar_output_does_not_depend_on_the_schedule():
     texts = []
     for schedule in SCHEDULES:
         engine = ToyEngine(grammars=Grammars(vocabulary), **schedule)
@@ -72,7 +72,7 @@ def test_what_a_grammar_allows_does_not_depend_on_the_schedule():
     assert all(each == texts[0] for each in texts)
 
 
-def test_a_complete_output_ends_without_an_end_token():
+def test_a_complete_grammar_output_ends_without_an_end_token():
     engine = ToyEngine(grammars=Grammars(vocabulary))
     engine.submit("a", [1, 2], eos=(END,), grammar=lark("abc"))
     finish(engine)
@@ -81,7 +81,7 @@ def test_a_complete_output_ends_without_an_end_token():
     assert END not in outcome.tokens
 
 
-def test_each_choice_follows_the_grammar_by_itself():
+def test_each_choice_has_its_own_grammar_state():
     engine = ToyEngine(grammars=Grammars(vocabulary))
     engine.submit(
         "a", [1, 2], eos=(END,), grammar=lark("[a-k]{5}"), n=3, temperature=2.0, max_tokens=9
@@ -92,7 +92,7 @@ def test_each_choice_follows_the_grammar_by_itself():
     assert len(set(texts)) > 1
 
 
-def test_a_grammar_that_does_not_compile_is_refused_and_harms_nobody():
+def test_a_grammar_that_does_not_compile_fails_only_its_request():
     engine = ToyEngine(grammars=Grammars(vocabulary))
     engine.submit("bad", [1, 2], eos=(END,), grammar="start: missing_rule")
     engine.submit("good", [1, 2, 3], max_tokens=4)
@@ -101,7 +101,7 @@ def test_a_grammar_that_does_not_compile_is_refused_and_harms_nobody():
     assert engine.outcomes["good", 0].tokens == engine.expected("good", 0)[0]
 
 
-def test_a_request_can_be_given_up_while_its_grammar_compiles(monkeypatch):
+def test_a_request_can_be_aborted_while_its_grammar_compiles(monkeypatch):
     grammars = Grammars(lambda: (time.sleep(0.2), vocabulary())[1])
     engine = ToyEngine(grammars=grammars)
     engine.submit("a", [1, 2], eos=(END,), grammar=lark("abc"), n=2)
@@ -114,7 +114,7 @@ def test_a_request_can_be_given_up_while_its_grammar_compiles(monkeypatch):
     assert engine.scheduler.num_running == engine.scheduler.num_waiting == 0
 
 
-def test_compiled_grammars_are_kept_within_a_bound(monkeypatch):
+def test_cached_compiled_grammars_are_bounded(monkeypatch):
     monkeypatch.setattr(grammar_module, "MAX_COMPILED", 4)
     grammars = Grammars(vocabulary)
     first = grammars.compile(lark("a"))
@@ -126,7 +126,7 @@ def test_compiled_grammars_are_kept_within_a_bound(monkeypatch):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_prompts_own_tokens_are_scored(schedule):
+def test_prompt_tokens_are_scored(schedule):
     engine = ToyEngine(**schedule)
     prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9]
     engine.submit("before", prompt, max_tokens=3)  # its blocks are cached, and must not be used
@@ -146,7 +146,7 @@ def test_a_prompts_own_tokens_are_scored(schedule):
     engine.check()
 
 
-def test_a_pooled_request_gives_the_state_of_its_last_token():
+def test_a_pooled_request_returns_the_hidden_state_of_its_last_token():
     engine = ToyEngine(depth=1)
     prompt = [3, 1, 4, 1, 5]
     engine.submit("v", prompt, pools=True, max_tokens=1)
@@ -162,7 +162,7 @@ def test_a_pooled_request_gives_the_state_of_its_last_token():
     assert (text.tokens, text.finish_reason) == engine.expected("text", 0)
 
 
-def test_one_choice_can_be_given_up_while_the_grammar_compiles():
+def test_one_choice_can_be_aborted_while_the_grammar_compiles():
     grammars = PatientGrammars()
     engine = ToyEngine(grammars=grammars)
     engine.submit("a", [1, 2], eos=(END,), grammar=lark("abc"), n=3)
@@ -187,7 +187,7 @@ def test_an_engine_that_stops_ends_the_requests_whose_grammar_compiles():
     assert {outcome.finish_reason for outcome in engine.outcomes.values()} == {"abort"}
 
 
-def test_a_failure_that_is_not_the_grammars_is_not_remembered():
+def test_a_transient_compile_failure_is_not_cached():
     class Panic(BaseException):
         """As the library's panics are: no Exception."""
 
@@ -211,7 +211,7 @@ def test_a_failure_that_is_not_the_grammars_is_not_remembered():
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_a_grammar_that_becomes_too_complex_is_an_error_and_no_ending(monkeypatch, depth):
+def test_a_grammar_that_becomes_too_complex_is_an_error(monkeypatch, depth):
     from llguidance import LLParserLimits
 
     monkeypatch.setattr(grammar_module, "parser_limits", lambda: LLParserLimits(step_lexer_fuel=30))
@@ -224,7 +224,7 @@ def test_a_grammar_that_becomes_too_complex_is_an_error_and_no_ending(monkeypatc
     assert END not in outcome.tokens
 
 
-def test_a_prompt_is_scored_once_when_its_last_part_is_preempted_in_flight():
+def test_a_prompt_preempted_in_flight_is_scored_once():
     engine = ToyEngine(depth=1, num_blocks=6, max_slots=2, budget=6)
     prompts = [[1, 2, 3, 4, 5, index] for index in range(3)]
     for index, prompt in enumerate(prompts):
@@ -238,7 +238,7 @@ def test_a_prompt_is_scored_once_when_its_last_part_is_preempted_in_flight():
     engine.check()
 
 
-def test_the_rows_that_one_step_scores_are_bounded_for_all_sequences_together(monkeypatch):
+def test_scored_rows_of_a_step_are_bounded_over_all_sequences(monkeypatch):
     monkeypatch.setattr(prompt_logprobs_module, "MAX_SCORED", 5)
     engine = ToyEngine(budget=40, num_blocks=60)
     widest, forward = 0, engine.runner.forward

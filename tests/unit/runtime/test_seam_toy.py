@@ -26,7 +26,7 @@ def finished(engine: ToyEngine) -> None:
     assert engine.pool.num_free + engine.pool.num_evictable == engine.pool.num_usable
 
 
-def test_requests_together_equal_each_alone(depth):
+def test_batched_requests_equal_each_request_alone(depth):
     engine = ToyEngine(depth=depth, max_slots=8, num_blocks=64)
     engine.submit("greedy", PROMPT, max_tokens=9)
     engine.submit("drawn", PROMPT[:3], max_tokens=12, temperature=0.9, top_p=0.8, top_k=7)
@@ -40,7 +40,7 @@ def test_requests_together_equal_each_alone(depth):
     assert len(engine.outcomes["stop", 0].tokens) > 3
 
 
-def test_penalties_see_the_token_in_flight(depth):
+def test_penalties_include_the_token_in_flight(depth):
     engine = ToyEngine(depth=depth)
     engine.submit("p", PROMPT, max_tokens=15, presence_penalty=1.5, frequency_penalty=1.0)
     engine.submit("r", PROMPT, max_tokens=15, repetition_penalty=1.8)
@@ -50,7 +50,7 @@ def test_penalties_see_the_token_in_flight(depth):
     )
 
 
-def test_choices_share_one_prompt_computation_and_differ(depth):
+def test_choices_share_one_prefill_and_differ(depth):
     engine = ToyEngine(depth=depth, num_blocks=64, max_slots=8, budget=64)
     prompt = tuple(range(1, 18))
     engine.submit("n", prompt, n=4, max_tokens=6, temperature=1.0)
@@ -63,7 +63,7 @@ def test_choices_share_one_prompt_computation_and_differ(depth):
     assert [engine.outcomes["n", c].num_cached for c in range(4)] == [0, 16, 16, 16]
 
 
-def test_logprobs_only_where_asked(depth):
+def test_logprobs_are_computed_only_where_requested(depth):
     engine = ToyEngine(depth=depth)
     engine.submit("with", PROMPT, max_tokens=4, logprobs=3)
     engine.submit("chosen", PROMPT, max_tokens=4, logprobs=0)
@@ -77,7 +77,7 @@ def test_logprobs_only_where_asked(depth):
     assert engine.outcomes["without", 0].logprobs == []
 
 
-def test_mask_crosses_the_seam(depth):
+def test_the_grammar_mask_reaches_the_runner(depth):
     engine = ToyEngine(depth=depth)
     allowed = [3, 17]
     build = engine.loop._step_runner._builder.sampling
@@ -109,7 +109,7 @@ def test_a_nonfinite_row_fails_alone_and_is_never_cached(depth):
     assert engine.loop.stats().num_nonfinite == 1
 
 
-def test_a_crashing_row_is_found_and_fails_alone(depth):
+def test_a_row_that_crashes_the_step_is_found_and_fails_alone(depth):
     engine = ToyEngine(depth=depth, num_blocks=64, max_slots=8)
     for i in range(5):
         engine.submit(f"ok{i}", (i, 1, 2, 3), max_tokens=8, repetition_penalty=1.3)
@@ -128,7 +128,7 @@ def test_preemption_changes_no_output(depth):
     assert engine.scheduler.num_preemptions > 0
 
 
-def test_abort_in_every_state(depth):
+def test_requests_can_be_aborted_in_every_state(depth):
     engine = ToyEngine(depth=depth, max_slots=2)
     for i in range(4):
         engine.submit(f"r{i}", (i, 1, 2, 3), max_tokens=20)
@@ -144,7 +144,7 @@ def test_abort_in_every_state(depth):
     assert engine.outcomes["n", 0].finish_reason == "length"
 
 
-def test_what_can_never_fit_is_refused_and_the_rest_goes_on(depth):
+def test_requests_that_can_never_fit_are_refused(depth):
     engine = ToyEngine(depth=depth, num_blocks=8, block_size=2, max_seq_len=64)
     engine.submit("fits", (1, 2, 3), max_tokens=13)
     engine.submit("too-long", (1, 2, 3), max_tokens=40)
@@ -157,7 +157,7 @@ def test_what_can_never_fit_is_refused_and_the_rest_goes_on(depth):
         assert engine.outcomes[request_id, 0].error_code == "INVALID_REQUEST", request_id
 
 
-def test_flush_forgets_what_nobody_uses(depth):
+def test_flush_cache_frees_all_unreferenced_blocks(depth):
     engine = ToyEngine(depth=depth)
     engine.submit("a", PROMPT, max_tokens=4)
     finished(engine)
@@ -167,7 +167,7 @@ def test_flush_forgets_what_nobody_uses(depth):
     assert engine.pool.num_free == engine.pool.num_usable
 
 
-def test_salts_never_share(depth):
+def test_different_salts_never_share_blocks(depth):
     engine = ToyEngine(depth=depth, num_blocks=64)
     engine.submit("a", PROMPT, max_tokens=2, salt="alice")
     engine.run()
@@ -178,7 +178,7 @@ def test_salts_never_share(depth):
     assert engine.outcomes["a2", 0].num_cached == 6
 
 
-def test_figures_are_reported_as_soon_as_there_is_nothing_left_to_do(depth):
+def test_stats_are_sent_as_soon_as_the_engine_is_idle(depth):
     engine = ToyEngine(depth=depth)
     engine.loop._stats_sent_at = float("inf")  # no report falls due by time
     engine.submit("one", PROMPT, max_tokens=1)
@@ -188,7 +188,7 @@ def test_figures_are_reported_as_soon_as_there_is_nothing_left_to_do(depth):
     assert reports and reports[-1].generated_tokens == 1 and reports[-1].num_running == 0
 
 
-def test_figures_are_reported_when_the_last_request_is_aborted_between_steps(depth):
+def test_stats_are_sent_when_the_last_request_is_aborted_between_steps(depth):
     engine = ToyEngine(depth=depth)
     engine.submit("a", (1, 2, 3), max_tokens=30)
     engine.turn(3)

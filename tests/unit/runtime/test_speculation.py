@@ -57,7 +57,7 @@ def run_request(engine: ToyEngine, **options) -> tuple[int, int]:
     ids=lambda params: "-".join(params) or "greedy",
 )
 @pytest.mark.parametrize("depth", [0, 1])
-def test_an_expected_output_takes_fewer_steps_and_is_the_same(params, depth):
+def test_a_predicted_output_takes_fewer_steps_and_gives_the_same_tokens(params, depth):
     plain, _ = run_request(ToyEngine(max_slots=2, depth=depth), max_tokens=12, **params)
     engine = ToyEngine(max_slots=2, depth=depth, speculates=True, budget=32)
     num_steps, num_accepted = run_request(engine, max_tokens=12, **params)
@@ -81,13 +81,13 @@ def test_a_draft_follows_the_grammar():
     [{"dry_multiplier": 3.0}, {"bad_ids": ((4, 5),)}, {"mirostat": 2}, {"repeat_last_n": 2}],
     ids=lambda params: next(iter(params)),
 )
-def test_parameters_that_depend_on_all_earlier_tokens_have_no_drafts(params):
+def test_sampling_parameters_that_depend_on_all_tokens_disable_drafts(params):
     engine = ToyEngine(speculates=True, budget=32)
     run_request(engine, max_tokens=10, presence_penalty=0.1, **params)
     assert engine.loop.stats().num_drafted_tokens == 0
 
 
-def test_wrong_drafts_soon_stop(monkeypatch):
+def test_wrong_drafts_are_soon_not_tried(monkeypatch):
     """A sequence whose guesses always look good and are always wrong loses little time."""
     engine = ToyEngine(num_blocks=64, speculates=True, budget=32)
     monkeypatch.setattr(engine.scheduler.speculation._budget, "price", lambda count: 0.5)
@@ -100,7 +100,7 @@ def test_wrong_drafts_soon_stop(monkeypatch):
     assert stats.num_drafted_tokens == 2 and stats.num_accepted_tokens == 0
 
 
-def test_a_draft_that_gives_nan_is_not_the_requests_fault():
+def test_nan_in_a_draft_does_not_fail_the_request():
     engine = ToyEngine(speculates=True, budget=32)
     tokens = engine_output(8)
     engine.submit("r", PROMPT, max_tokens=8)
@@ -124,7 +124,7 @@ def replace_expected(engine: ToyEngine, expected: tuple[int, ...]):
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 16])
-def test_an_answer_is_guessed_from_the_same_request_before(block_size):
+def test_an_answer_is_drafted_from_the_same_earlier_request(block_size):
     engine = ToyEngine(num_blocks=64, block_size=block_size, speculates=True, budget=32)
     for name in ("first", "second"):
         engine.submit(name, PROMPT, max_tokens=30)
@@ -135,7 +135,7 @@ def test_an_answer_is_guessed_from_the_same_request_before(block_size):
     assert stats.num_steps < 2 * 30 - stats.num_accepted_tokens + 2
 
 
-def test_the_cached_answer_is_that_of_the_same_prompt_and_namespace():
+def test_the_drafted_answer_is_of_the_same_prompt_and_namespace():
     engine = ToyEngine(num_blocks=64, block_size=2)
     engine.submit("r", PROMPT, max_tokens=9)
     engine.submit("other", (*PROMPT[:6], 9), max_tokens=9)
@@ -149,7 +149,7 @@ def test_the_cached_answer_is_that_of_the_same_prompt_and_namespace():
     assert not len(cached_rest(engine.kv, "another", packed(PROMPT)))
 
 
-def test_the_longest_and_latest_match_wins():
+def test_the_longest_and_latest_lookup_match_wins():
     text = packed([5, 1, 2, 3, 8, 0, 1, 2, 3, 9, 5, 1, 2, 3])
     assert longest_match(text, text) == (4, 4)
     assert longest_match(text[1:], text[1:]) == (3, 8)
@@ -163,7 +163,7 @@ def test_only_the_end_of_a_long_text_is_searched(monkeypatch):
     assert longest_match(packed([1, 2, 3]), packed([9, 9, 1, 2, 3, 4, 9, 9, 9])) == (3, 5)
 
 
-def test_a_guess_follows_the_text_and_repeats_itself():
+def test_lookup_drafts_follow_the_longest_match_and_repeat():
     tokens = packed([7, 1, 2, 3, 1, 2, 3])
     drafter = Drafter(tokens, packed(), Odds())
     drafter.follow()
@@ -176,7 +176,7 @@ def test_a_guess_follows_the_text_and_repeats_itself():
     assert drafter.match == 0
 
 
-def test_odds_of_wrong_guesses_fall():
+def test_the_expected_acceptance_falls_with_wrong_guesses():
     odds = Odds()
     assert odds.worthwhile(match=8, price=0.2, limit=16) > 2
     for _ in range(30):
@@ -185,7 +185,7 @@ def test_odds_of_wrong_guesses_fall():
     assert odds.worthwhile(match=32, price=0.2, limit=16) == 16
 
 
-def test_the_setting_says_where_drafts_are_verified():
+def test_the_speculation_setting_decides_when_drafts_are_verified():
     base = ToyEngine().spec
     exact = replace(base, verifies_drafts=True, has_exact_drafts=True)
     inexact = replace(base, verifies_drafts=True)
@@ -209,7 +209,7 @@ def measured_budget(base: float, per_row: float, per_token: float) -> StepBudget
 
 @pytest.mark.parametrize(("base", "per_row"), [(0.001, 0.0001), (0.005, 0.0006), (0.05, 0.006)])
 @pytest.mark.parametrize("num_decoding", [2, 8, 24])
-def test_drafts_of_several_sequences_keep_their_step_short(base, per_row, num_decoding):
+def test_drafts_of_several_sequences_keep_the_step_short(base, per_row, num_decoding):
     budget = measured_budget(base, per_row, per_token=0.0002)
     alone = base + per_row * num_decoding
     room = budget.draft_tokens(num_decoding, 0)
@@ -221,14 +221,14 @@ def test_drafts_of_several_sequences_keep_their_step_short(base, per_row, num_de
 
 @pytest.mark.parametrize("counts", [[], [3], [1, 16, 2, 16], [5, 5, 5], [16] * 8, [1, 1, 9]])
 @pytest.mark.parametrize("room", [0, 1, 7, 16, 100])
-def test_short_drafts_leave_their_room_to_long_ones(counts, room):
+def test_draft_tokens_are_shared_fairly_among_sequences(counts, room):
     shares = fair_shares(counts, room)
     assert sum(shares) == min(room, sum(counts))
     for share, count in zip(shares, counts, strict=True):
         assert share == count or share >= max(shares) - 1
 
 
-def test_the_price_of_a_token_is_learned_from_steps():
+def test_the_cost_of_a_draft_token_is_learned_from_steps():
     budget = StepBudget(64, 16)
     assert budget.price(1) < 0.5 < budget.price(32)
     for _ in range(20):

@@ -13,7 +13,9 @@ SHARED = (1, 2, 3, 4, 5, 6, 7, 8, 9)
 
 @DEPTHS
 @pytest.mark.parametrize("num_blocks", [64, 14])
-def test_chunks_and_preemption_continue_or_restart_states(depth: int, num_blocks: int) -> None:
+def test_recurrent_states_continue_after_chunks_and_restart_after_preemption(
+    depth: int, num_blocks: int
+) -> None:
     engine = ToyEngine(num_blocks, depth=depth, budget=5, has_state=True)
     for number in range(6):
         engine.submit(str(number), (*SHARED[: 3 + number], number), max_tokens=8)
@@ -24,7 +26,7 @@ def test_chunks_and_preemption_continue_or_restart_states(depth: int, num_blocks
 
 
 @DEPTHS
-def test_rows_of_a_failed_step_compute_their_states_again(depth: int) -> None:
+def test_rows_of_a_failed_step_recompute_their_recurrent_states(depth: int) -> None:
     """The step that fails has changed the states of all its rows. Only the row at fault fails."""
     engine = ToyEngine(depth=depth, budget=8, has_state=True)
     for number in range(3):
@@ -38,7 +40,7 @@ def test_rows_of_a_failed_step_compute_their_states_again(depth: int) -> None:
 
 
 @DEPTHS
-def test_a_warm_up_step_leaves_all_states_alone(depth: int) -> None:
+def test_a_warm_up_step_changes_no_recurrent_state(depth: int) -> None:
     engine = ToyEngine(depth=depth, max_slots=1, has_state=True)
     engine.submit("one", SHARED, max_tokens=9)
     engine.turn(4)
@@ -48,7 +50,7 @@ def test_a_warm_up_step_leaves_all_states_alone(depth: int) -> None:
 
 
 @DEPTHS
-def test_a_second_request_starts_from_a_checkpoint(depth: int) -> None:
+def test_a_second_request_resumes_from_a_state_checkpoint(depth: int) -> None:
     """Only the tokens after the last whole block before the prompt's end are computed again."""
     engine = ToyEngine(depth=depth, budget=5, has_state=True, num_checkpoints=8)
     engine.submit("first", SHARED, max_tokens=3)
@@ -62,7 +64,7 @@ def test_a_second_request_starts_from_a_checkpoint(depth: int) -> None:
 
 
 @DEPTHS
-def test_few_checkpoints_are_shared_by_many(depth: int) -> None:
+def test_many_requests_share_few_state_checkpoints(depth: int) -> None:
     """Checkpoints are evicted, and sequences run without them, if there are too few."""
     engine = ToyEngine(20, depth=depth, budget=6, has_state=True, num_checkpoints=3)
     for number in range(12):
@@ -73,7 +75,7 @@ def test_few_checkpoints_are_shared_by_many(depth: int) -> None:
 
 
 @DEPTHS
-def test_a_failed_step_starts_over_from_the_checkpoint(depth: int) -> None:
+def test_a_failed_step_restarts_from_the_state_checkpoint(depth: int) -> None:
     engine = ToyEngine(depth=depth, budget=8, has_state=True, num_checkpoints=8)
     engine.submit("first", SHARED, max_tokens=2)
     engine.run()

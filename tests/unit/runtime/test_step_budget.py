@@ -42,21 +42,21 @@ def learned(
     return budget
 
 
-def test_a_step_is_as_large_as_memory_allows_while_nobody_streams() -> None:
+def test_a_step_is_as_large_as_memory_allows_without_decode() -> None:
     assert StepBudget(MAX_TOKENS, MAX_SLOTS).tokens(0, 0) == MAX_TOKENS
     assert learned().tokens(0, 5) == MAX_TOKENS
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.3])
 @pytest.mark.parametrize("rows", [1, 4])
-def test_a_step_with_prompts_keeps_to_the_target(rows: int, noise: float) -> None:
+def test_a_step_with_prefill_keeps_the_target_time(rows: int, noise: float) -> None:
     budget = learned(noise=noise)
     prompt = budget.tokens(rows, rows) - rows
     seconds = cost(rows, prompt, 0.0005, 0.0003)
     assert TARGET_STEP_S * (0.97 - noise) < seconds < TARGET_STEP_S * (1.03 + noise)
 
 
-def test_prompts_take_as_long_again_where_continuing_takes_all_of_the_time() -> None:
+def test_prefill_may_take_as_long_as_decode_if_decode_exceeds_the_target() -> None:
     budget = learned(per_row=0.002, per_token=0.001)
     alone = cost(32, 0, 0.002, 0.001)
     assert alone > TARGET_STEP_S
@@ -65,13 +65,13 @@ def test_prompts_take_as_long_again_where_continuing_takes_all_of_the_time() -> 
 
 
 @pytest.mark.parametrize("num_running", [1, 40, MAX_SLOTS])
-def test_everybody_running_gets_a_token_and_prompts_go_on(num_running: int) -> None:
+def test_every_running_sequence_gets_a_token_and_prefill_makes_progress(num_running: int) -> None:
     budget = learned(per_row=1e-6, per_token=10.0, min_tokens=12)
     # One of those in prefill gets 12 tokens, all others get one.
     assert budget.tokens(1, num_running) == num_running + 12 - (num_running > 1)
 
 
-def test_prompts_beside_decode_come_in_whole_tiles() -> None:
+def test_prefill_beside_decode_comes_in_whole_tiles() -> None:
     budget = learned(min_tokens=16, grain=16)
     for rows in (1, 4, 8, 32):
         prompt = budget.tokens(rows, rows) - rows
@@ -80,18 +80,18 @@ def test_prompts_beside_decode_come_in_whole_tiles() -> None:
         assert budget.tokens(rows, rows + 1) == rows + prompt
 
 
-def test_nothing_is_granted_beyond_the_maximum() -> None:
+def test_the_budget_never_exceeds_max_tokens() -> None:
     assert learned(per_token=1e-9).tokens(8, 8) == MAX_TOKENS
     assert StepBudget(4, MAX_SLOTS).tokens(1, MAX_SLOTS) == MAX_SLOTS
 
 
-def test_a_stranger_to_prompts_is_careful() -> None:
+def test_the_first_prefill_beside_decode_is_small() -> None:
     budget = StepBudget(MAX_TOKENS, MAX_SLOTS)
     budget.record(1, 0, 0.003)
     assert budget.tokens(1, 1) == 1 + PROMPT_TOKENS
 
 
-def test_the_cost_of_continuing_is_not_blamed_on_prompts() -> None:
+def test_the_cost_of_decode_is_not_attributed_to_prefill() -> None:
     """Sixteen tokens beside thirty-two sequences cost little, though the step takes long."""
     budget = learned()
     before = budget.tokens(32, 32)
@@ -100,7 +100,7 @@ def test_the_cost_of_continuing_is_not_blamed_on_prompts() -> None:
     assert budget.tokens(32, 32) == pytest.approx(before, rel=0.05)
 
 
-def test_one_interrupted_step_changes_little_and_a_slower_machine_is_noticed() -> None:
+def test_one_slow_step_changes_the_budget_little_and_a_slower_machine_is_learned() -> None:
     budget = learned()
     before = budget.tokens(8, 8) - 8
     budget.record(8, 0, 5.0)
@@ -112,7 +112,7 @@ def test_one_interrupted_step_changes_little_and_a_slower_machine_is_noticed() -
     assert budget.tokens(8, 8) - 8 <= before / 8
 
 
-def test_a_number_of_sequences_never_seen_lies_on_the_line() -> None:
+def test_unseen_batch_sizes_are_interpolated_linearly() -> None:
     """Steps of 17 sequences always carry prompts, so none that only continues is ever seen."""
     budget = learned(per_row=0.002)
     alone = cost(17, 0, 0.002, 0.0003)
@@ -120,7 +120,7 @@ def test_a_number_of_sequences_never_seen_lies_on_the_line() -> None:
     assert cost(17, prompt, 0.002, 0.0003) == pytest.approx(2 * alone, rel=0.05)
 
 
-def test_one_number_of_sequences_alone_gives_a_line_with_the_assumed_base() -> None:
+def test_a_single_observed_batch_size_uses_the_assumed_base_cost() -> None:
     budget = StepBudget(MAX_TOKENS, MAX_SLOTS)
     for _ in range(20):
         budget.record(4, 0, 0.02)
@@ -132,7 +132,7 @@ def test_one_number_of_sequences_alone_gives_a_line_with_the_assumed_base() -> N
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_counts_that_hardly_differ_do_not_make_drafts_dear(seed: int) -> None:
+def test_similar_batch_sizes_do_not_make_drafts_look_expensive(seed: int) -> None:
     """Without drafts, all steps have about as many rows. Slow seconds of the machine then look like
     the cost of a row, and without this no draft would ever be tried again.
     """
@@ -145,7 +145,7 @@ def test_counts_that_hardly_differ_do_not_make_drafts_dear(seed: int) -> None:
     assert budget.price(8) < 0.75
 
 
-def test_steps_that_are_quicker_than_believed_never_break_the_budget() -> None:
+def test_faster_steps_than_predicted_never_break_the_budget() -> None:
     """What prompts added fades towards nothing, below what a division can bear."""
     budget = StepBudget(512, 64)
     budget.record(4, 0, 1.0)
@@ -155,13 +155,13 @@ def test_steps_that_are_quicker_than_believed_never_break_the_budget() -> None:
 
 
 @pytest.mark.parametrize(("max_tokens", "then"), [(2048, 1024), (100, 64), (64, 64)])
-def test_a_step_too_large_for_memory_halves_the_next_ones(max_tokens: int, then: int) -> None:
+def test_an_out_of_memory_step_halves_the_budget(max_tokens: int, then: int) -> None:
     budget = StepBudget(max_tokens, MAX_SLOTS)
     budget.shrink()
     assert budget.tokens(0, 0) == then
 
 
-def test_prompts_alone_pay_for_nobody_who_continues() -> None:
+def test_prefill_only_steps_are_not_charged_the_cost_of_decode() -> None:
     """The fixed cost of continuing, which the line has at zero sequences, is no part of theirs."""
     budget = StepBudget(MAX_TOKENS, MAX_SLOTS)
     for rows in (1, 4, 8, 16):
@@ -171,13 +171,13 @@ def test_prompts_alone_pay_for_nobody_who_continues() -> None:
     assert budget.step_s(4, 4 + 100) == pytest.approx(0.014 + 0.020, rel=0.01)
 
 
-def test_nothing_is_expected_of_a_step_before_any_prompt_was_seen() -> None:
+def test_no_step_time_is_predicted_before_any_prefill() -> None:
     budget = StepBudget(MAX_TOKENS, MAX_SLOTS)
     budget.record(1, 0, 0.5)
     assert budget.step_s(1, 1) is None
 
 
-def test_a_surprise_is_believed_up_to_twice_what_was_known() -> None:
+def test_an_unexpectedly_slow_step_counts_as_at_most_twice_the_estimate() -> None:
     budget = StepBudget(MAX_TOKENS, MAX_SLOTS)
     budget.record(0, 100, 0.01)
     budget.record(0, 100, 10.0)
@@ -187,7 +187,7 @@ def test_a_surprise_is_believed_up_to_twice_what_was_known() -> None:
     assert budget.step_s(0, 180) == pytest.approx(expected)
 
 
-def test_a_step_without_decode_has_a_price_although_the_line_goes_through_zero() -> None:
+def test_a_cost_line_through_zero_has_no_share_for_zero_sequences() -> None:
     line = CostLine()
     for count, seconds in ((1, 0.001), (4, 0.1)):
         line.add(count, seconds)

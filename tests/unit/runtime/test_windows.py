@@ -77,7 +77,7 @@ def test_the_longest_resumable_prefix_agrees_with_trying_every_length():
         assert resumable(length, columns) == expected
 
 
-def test_a_prefix_without_its_last_window_is_matched_shorter():
+def test_a_prefix_without_its_last_window_matches_shorter():
     tree = Tree(reach=2)
     tree.store(1, 2, 3, 4, 5, 6, entries="xx__xx")
     assert tree.matches(1, 2, 3, 4, 5, 6, 7) == 6
@@ -89,7 +89,7 @@ def test_a_prefix_without_its_last_window_is_matched_shorter():
     assert [state.matches(1, 2, 3, 4, 5, 6), state.matches(1, 2, 3, 4, 9)] == [5, 2]
 
 
-def test_a_later_sequence_fills_in_what_was_missing():
+def test_a_later_sequence_adds_missing_windowed_entries():
     tree = Tree(reach=2)
     tree.store(1, 2, 3, 4, entries="____")
     assert tree.matches(1, 2, 3, 4) == 0
@@ -98,7 +98,7 @@ def test_a_later_sequence_fills_in_what_was_missing():
     assert tree.side_pool.num_cached == 3
 
 
-def test_entries_stay_with_their_blocks_when_a_node_splits():
+def test_windowed_entries_stay_with_their_blocks_when_a_node_splits():
     tree = Tree(reach=2)
     tree.store(1, 2, 3, 4, 5, 6)
     tree.store(1, 2, 3, 9, 9, entries="___xx")
@@ -108,7 +108,7 @@ def test_entries_stay_with_their_blocks_when_a_node_splits():
     assert tree.matches(1, 2, 3, 4, 5, 6) == 0
 
 
-def test_entries_leave_with_their_blocks():
+def test_windowed_entries_are_evicted_with_their_blocks():
     tree = Tree()
     tree.store(1, 2, 3, 4)
     tree.cache.evict(3)
@@ -116,7 +116,7 @@ def test_entries_leave_with_their_blocks():
     assert tree.side_pool.num_cached == 1 and tree.matches(1, 2) == 1
 
 
-def test_passed_blocks_are_evicted_before_ends():
+def test_blocks_behind_the_window_are_evicted_before_sequence_ends():
     tree = Tree(reach=1)
     entries = tree.side_pool.take(4)
     blocks = tree.pool.take(4)
@@ -157,7 +157,7 @@ def test_several_sequences_share_a_small_windowed_pool(depth):
     assert all(outcome.finish_reason == "length" for outcome in engine.outcomes.values())
 
 
-def test_a_conversation_goes_on_where_its_window_ended(depth):
+def test_a_conversation_resumes_where_its_window_ended(depth):
     engine = windowed(depth=depth, num_window_blocks=12)
     engine.submit("first", PROMPT, max_tokens=11)
     engine.run()
@@ -168,7 +168,7 @@ def test_a_conversation_goes_on_where_its_window_ended(depth):
     assert engine.outcomes["second", 0].num_cached == 22 == len(said) - 1
 
 
-def test_a_shared_prompt_resumes_where_others_left_it(depth):
+def test_a_shared_prompt_resumes_from_blocks_cached_by_others(depth):
     """The second request diverges in the middle of the first. Its start is still cached, because
     the pool has room. In a full pool, the start is computed again.
     """
@@ -209,7 +209,7 @@ def test_a_preempted_sequence_resumes_with_its_window(depth):
     engine.check()
 
 
-def test_a_pinned_sequence_takes_its_own_window():
+def test_a_pinned_sequence_has_its_own_windowed_blocks():
     engine = windowed(num_window_blocks=24)
     engine.submit("a", PROMPT, max_tokens=20)
     engine.submit("b", PROMPT, max_tokens=20)

@@ -69,7 +69,7 @@ def ask_twice(
         return whole, stream.get_final_message()
 
 
-def test_a_message(client: anthropic.Anthropic, backend: FakeBackend) -> None:
+def test_a_message_has_anthropics_shape(client: anthropic.Anthropic, backend: FakeBackend) -> None:
     message = client.messages.create(**ASK, system="Be brief, please.")
     assert message.id.startswith("msg_")
     assert (message.type, message.role, message.model) == ("message", "assistant", MODEL)
@@ -83,7 +83,7 @@ def test_a_message(client: anthropic.Anthropic, backend: FakeBackend) -> None:
     )
 
 
-def test_the_parts_of_usage_add_up_to_the_prompt(
+def test_usage_parts_add_up_to_the_prompt(
     client: anthropic.Anthropic, backend: FakeBackend
 ) -> None:
     backend.reasoning_tokens = 2
@@ -96,7 +96,9 @@ def test_the_parts_of_usage_add_up_to_the_prompt(
         assert usage.output_tokens_details.thinking_tokens == 2
 
 
-def test_the_order_of_a_stream(client: anthropic.Anthropic, backend: FakeBackend) -> None:
+def test_stream_events_have_anthropics_order(
+    client: anthropic.Anthropic, backend: FakeBackend
+) -> None:
     backend.words = ("Hi", "", " ä😀")
     events = list(client.messages.create(**ASK, stream=True))
     assert [event.type for event in events] == [
@@ -113,7 +115,7 @@ def test_the_order_of_a_stream(client: anthropic.Anthropic, backend: FakeBackend
     assert events[-2].delta.stop_reason == "end_turn"
 
 
-def test_raw_bytes_of_a_stream(server: LiveServer, backend: FakeBackend) -> None:
+def test_stream_bytes_have_event_and_data_lines(server: LiveServer, backend: FakeBackend) -> None:
     backend.words = ('say "hi"\n',)
     response = httpx.post(server.url + "/v1/messages", json=ASK | {"stream": True})
     assert response.headers["content-type"].startswith("text/event-stream")
@@ -130,7 +132,9 @@ def test_raw_bytes_of_a_stream(server: LiveServer, backend: FakeBackend) -> None
     }
 
 
-def test_tool_calls(client: anthropic.Anthropic, backend: FakeBackend) -> None:
+def test_tool_calls_become_tool_use_blocks(
+    client: anthropic.Anthropic, backend: FakeBackend
+) -> None:
     backend.script = CALL_SCRIPT
     for message in ask_twice(client, tools=[WEATHER]):
         text, first, second = message.content
@@ -148,7 +152,7 @@ def test_tool_calls(client: anthropic.Anthropic, backend: FakeBackend) -> None:
     assert asked(backend).tool_choice == ToolChoice("auto")
 
 
-def test_an_answer_is_sent_back_with_results(
+def test_tool_results_are_sent_back_with_the_answer(
     client: anthropic.Anthropic, backend: FakeBackend
 ) -> None:
     backend.script = [ReasoningEvent(0, "Where?"), *CALL_SCRIPT]
@@ -192,7 +196,7 @@ def test_an_answer_is_sent_back_with_results(
         ({"type": "any", "disable_parallel_tool_use": True}, ToolChoice("required"), False),
     ],
 )
-def test_tool_choice(
+def test_tool_choice_is_translated(
     client: anthropic.Anthropic,
     backend: FakeBackend,
     given: Any,
@@ -205,7 +209,9 @@ def test_tool_choice(
     assert asked(backend).parallel_tool_calls is parallel
 
 
-def test_thinking_is_a_block_of_its_own(client: anthropic.Anthropic, backend: FakeBackend) -> None:
+def test_thinking_is_a_separate_content_block(
+    client: anthropic.Anthropic, backend: FakeBackend
+) -> None:
     backend.script = reasoning_script(["Let me", " see."], ["It", " is."])
     budget: Any = {"type": "enabled", "budget_tokens": 1024}
     for message in ask_twice(client, thinking=budget, max_tokens=2000):
@@ -230,7 +236,7 @@ def test_thinking_is_a_block_of_its_own(client: anthropic.Anthropic, backend: Fa
         ({"type": "enabled", "budget_tokens": 1024}, True),
     ],
 )
-def test_thinking_is_an_option_of_the_template(
+def test_thinking_is_passed_as_a_template_option(
     client: anthropic.Anthropic, backend: FakeBackend, thinking: Any, enabled: bool
 ) -> None:
     extra = {} if thinking is None else {"thinking": thinking}
@@ -263,7 +269,7 @@ def test_thinking_is_an_option_of_the_template(
         ([TextEvent(0, "x", 1), FinishEvent(0, "tool_calls")], "tool_use", None),
     ],
 )
-def test_stop_reasons(
+def test_stop_reasons_are_translated(
     client: anthropic.Anthropic,
     backend: FakeBackend,
     events: Any,
@@ -275,7 +281,9 @@ def test_stop_reasons(
         assert (message.stop_reason, message.stop_sequence) == (stop_reason, stop_sequence)
 
 
-def test_sampling_parameters_act(client: anthropic.Anthropic, backend: FakeBackend) -> None:
+def test_sampling_parameters_reach_the_backend(
+    client: anthropic.Anthropic, backend: FakeBackend
+) -> None:
     numbers = {"temperature": 0.5, "top_p": 0.9, "top_k": 7}
     client.messages.create(**ASK, stop_sequences=["a", "b"], extra_body=numbers)
     params = asked(backend).context.params
@@ -285,7 +293,7 @@ def test_sampling_parameters_act(client: anthropic.Anthropic, backend: FakeBacke
     assert asked(backend).context.params.temperature == 1.0
 
 
-def test_a_beginning_of_the_answer_is_continued(
+def test_a_prefilled_assistant_message_is_continued(
     client: anthropic.Anthropic, backend: FakeBackend
 ) -> None:
     turns = [*ASK["messages"], {"role": "assistant", "content": "The answer is ("}]
@@ -302,7 +310,9 @@ class City(BaseModel):
     name: str
 
 
-def test_an_answer_of_a_schema(client: anthropic.Anthropic, backend: FakeBackend) -> None:
+def test_an_output_schema_becomes_a_grammar(
+    client: anthropic.Anthropic, backend: FakeBackend
+) -> None:
     backend.words = ('{"name": ', '"Oslo"}')
     parsed = client.messages.parse(**ASK, output_format=City)
     assert parsed.parsed_output == City(name="Oslo")
@@ -312,7 +322,9 @@ def test_an_answer_of_a_schema(client: anthropic.Anthropic, backend: FakeBackend
     assert json.loads(grammar.source)["properties"] == {"name": {"type": "string", "title": "Name"}}
 
 
-def test_count_tokens(client: anthropic.Anthropic, backend: FakeBackend) -> None:
+def test_count_tokens_counts_system_and_messages(
+    client: anthropic.Anthropic, backend: FakeBackend
+) -> None:
     counted = client.messages.count_tokens(
         model=MODEL, messages=ASK["messages"], system="Be brief.", tools=[WEATHER]
     )
@@ -336,7 +348,7 @@ def test_a_failure_in_mid_stream_is_anthropics_error_event(
     assert body["request_id"].startswith("req-")
 
 
-def test_a_slow_prompt_is_waited_for(
+def test_keep_alive_comments_are_sent_during_a_slow_prefill(
     server: LiveServer,
     client: anthropic.Anthropic,
     backend: FakeBackend,
@@ -353,7 +365,7 @@ def test_a_slow_prompt_is_waited_for(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_work_ends_when_the_client_leaves(
+def test_a_client_disconnect_aborts_a_message(
     server: LiveServer, backend: FakeBackend, stream: bool
 ) -> None:
     backend.token_s = 60
@@ -364,7 +376,9 @@ def test_work_ends_when_the_client_leaves(
     assert backend.num_cut_short == 1
 
 
-async def test_the_asynchronous_client(server: LiveServer, backend: FakeBackend) -> None:
+async def test_the_asynchronous_anthropic_client_streams(
+    server: LiveServer, backend: FakeBackend
+) -> None:
     async with anthropic.AsyncAnthropic(base_url=server.url, api_key="any") as client:
         async with client.messages.stream(**ASK) as stream:
             text = "".join([piece async for piece in stream.text_stream])

@@ -73,14 +73,14 @@ def client_of(backend: FakeBackend, **server: Any) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost")
 
 
-def test_texts_of_one_turn_are_joined() -> None:
+def test_text_blocks_of_one_message_are_joined() -> None:
     assert texts_of(messages=user(text("a"), text(""), text("b", cache_control=None))) == [
         ("user", "a\nb")
     ]
     assert texts_of(messages=user()) == [("user", "")]
 
 
-def test_turns_of_one_role_are_one_turn() -> None:
+def test_consecutive_messages_of_one_role_are_merged() -> None:
     turns = [
         {"role": "user", "content": "a"},
         {"role": "user", "content": "b"},
@@ -102,7 +102,7 @@ def test_turns_of_one_role_are_one_turn() -> None:
     assert [call["id"] for call in calls] == ["t1", "t2"]
 
 
-def test_system_comes_first_wherever_it_stands() -> None:
+def test_system_messages_are_moved_to_the_front() -> None:
     asked = ("user", "hello")
     assert texts_of(system=[text("a"), text("b")]) == [("system", "a\nb"), asked]
     inner = [{"role": "system", "content": [text("b")]}, *ASK["messages"]]
@@ -111,14 +111,14 @@ def test_system_comes_first_wherever_it_stands() -> None:
 
 
 @pytest.mark.parametrize("number", ["1", "2"])
-def test_a_note_to_billing_does_not_end_the_shared_prefix(number: str) -> None:
+def test_billing_headers_do_not_change_the_cached_prefix(number: str) -> None:
     note = f"x-anthropic-billing-header: cc_version=2.1; cch={number};"
     expected = ("system", "You help.")
     assert texts_of(system=[text(note), text("You help.")])[0] == expected
     assert texts_of(system=note + "\nYou help.")[0] == expected
 
 
-def test_an_error_is_named_once() -> None:
+def test_failed_tool_results_are_prefixed_with_error_once() -> None:
     def content(value: str, is_error: bool) -> str:
         return prompt_of(messages=result(content=value, is_error=is_error)).messages[-1]["content"]
 
@@ -127,7 +127,7 @@ def test_an_error_is_named_once() -> None:
     assert content("it broke", False) == "it broke"
 
 
-def test_thoughts_sent_back_are_reasoning() -> None:
+def test_thinking_blocks_sent_back_become_reasoning() -> None:
     blocks = [
         {"type": "thinking", "thinking": "hm", "signature": "abc"},
         {"type": "redacted_thinking", "data": "xyz"},
@@ -162,7 +162,7 @@ HARMLESS = [
 ]
 
 
-async def test_what_asks_for_nothing_is_taken_without_a_word(client: httpx.AsyncClient) -> None:
+async def test_fields_without_effect_are_accepted_silently(client: httpx.AsyncClient) -> None:
     for fields in HARMLESS:
         response = await client.post("/v1/messages", json=ASK | fields)
         assert response.status_code == 200, (fields, response.text)
@@ -223,27 +223,27 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("param", "fields"), REFUSED, ids=str)
-def test_refusals_name_the_field(param: str, fields: dict[str, Any]) -> None:
+def test_invalid_fields_are_refused_by_name(param: str, fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         parse(MessagesBody, ASK | fields)
     assert caught.value.param == param
     assert param in caught.value.message
 
 
-def test_a_format_goes_with_tools_that_need_not_be_called() -> None:
+def test_an_output_format_can_be_combined_with_optional_tools() -> None:
     prompt = prompt_of(**tool(), **FORMAT)
     assert prompt.grammar is not None and prompt.grammar.param == "output_config.format"
     assert prompt.tool_choice.mode == "auto"
 
 
-def test_a_strict_tool_stays_strict() -> None:
+def test_a_strict_tool_stays_strict_in_the_messages_api() -> None:
     """Only then is a schema refused that can't be enforced."""
     assert prompt_of(**tool(strict=True)).tools[0]["function"]["strict"] is True
     for strict in (None, False):
         assert "strict" not in prompt_of(**tool(strict=strict)).tools[0]["function"]
 
 
-def test_counting_takes_nothing_that_only_generating_has() -> None:
+def test_count_tokens_refuses_generation_only_fields() -> None:
     generating = MessagesBody.model_fields.keys() - PromptBody.model_fields.keys()
     assert {"max_tokens", "stream", "temperature"} <= generating
     prompt = {name: value for name, value in ASK.items() if name != "max_tokens"}
@@ -272,7 +272,7 @@ WARNED = [
 
 
 @pytest.mark.parametrize(("param", "fields", "card"), WARNED, ids=str)
-async def test_what_is_not_done_as_asked_is_said_or_refused(
+async def test_fields_without_support_are_warned_about_and_refused_if_strict(
     backend: FakeBackend, param: str, fields: dict[str, Any], card: dict[str, Any]
 ) -> None:
     backend.set_card(**card)
@@ -307,7 +307,7 @@ async def test_options_reach_the_template(
     assert backend.requests[-1].template_options == expected
 
 
-async def test_an_unknown_version_is_answered_as_the_known_one(client: httpx.AsyncClient) -> None:
+async def test_an_unknown_anthropic_version_is_warned_about(client: httpx.AsyncClient) -> None:
     async def warning(headers: dict[str, str]) -> str | None:
         response = await client.post("/v1/messages", json=ASK, headers=headers)
         assert response.status_code == 200
@@ -329,7 +329,7 @@ async def test_an_unknown_version_is_answered_as_the_known_one(client: httpx.Asy
     ],
 )
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
-async def test_a_model_is_not_asked_for_what_it_can_not(
+async def test_features_that_the_model_lacks_are_refused(
     client: httpx.AsyncClient,
     backend: FakeBackend,
     capabilities: tuple[str, ...],
@@ -346,7 +346,7 @@ async def test_a_model_is_not_asked_for_what_it_can_not(
     assert response.json()["error"]["message"].startswith(f"{param} can't be used here")
 
 
-async def test_the_end_user_is_only_hashed(
+async def test_the_end_user_id_is_only_hashed(
     client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="engine.request")

@@ -27,7 +27,7 @@ def client(server: LiveServer) -> Iterator[AzureOpenAI]:
         yield client
 
 
-def test_the_client_of_azure(client: AzureOpenAI) -> None:
+def test_the_azure_openai_client_works(client: AzureOpenAI) -> None:
     messages = [{"role": "user", "content": "hi"}]
     whole = client.chat.completions.create(model=MODEL, messages=messages)
     stream = client.chat.completions.create(model=MODEL, messages=messages, stream=True)
@@ -40,7 +40,7 @@ def test_the_client_of_azure(client: AzureOpenAI) -> None:
         client.chat.completions.create(model="absent", messages=messages)
 
 
-def test_the_deployment_is_the_model(server: LiveServer) -> None:
+def test_the_azure_deployment_is_the_model(server: LiveServer) -> None:
     assert isinstance(server.backend, FakeBackend)
     server.backend.reset()
     url = f"{server.url}/openai/deployments/{MODEL}/chat/completions?api-version=2024-10-21"
@@ -55,7 +55,7 @@ def test_the_deployment_is_the_model(server: LiveServer) -> None:
     assert server.services.lifecycle.num_admitted == 0
 
 
-def test_a_client_that_leaves_is_noticed(server: LiveServer) -> None:
+def test_a_disconnect_through_azure_routes_is_noticed(server: LiveServer) -> None:
     assert isinstance(server.backend, FakeBackend)
     server.backend.reset(["word"] * 1000)
     server.backend.token_s = 0.01

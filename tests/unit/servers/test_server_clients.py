@@ -118,14 +118,18 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("path", "fields"), WORKS)
-async def test_it_works(path: str, fields: dict[str, Any]) -> None:
+async def test_common_client_bodies_are_accepted_without_warnings(
+    path: str, fields: dict[str, Any]
+) -> None:
     response = await post(path, body_of(path, fields))
     assert response.status_code == 200, response.text
     assert "x-engine-warnings" not in response.headers
 
 
 @pytest.mark.parametrize(("path", "fields", "param"), REFUSED)
-async def test_it_is_refused_by_name(path: str, fields: dict[str, Any], param: str) -> None:
+async def test_common_client_mistakes_are_refused_by_name(
+    path: str, fields: dict[str, Any], param: str
+) -> None:
     response = await post(path, body_of(path, fields))
     assert response.status_code == 400, response.text
     assert response.headers["x-should-retry"] == "false"

@@ -153,7 +153,7 @@ async def _is_refused(sender: Sender, name: str) -> None:
         ("refused", _is_refused),
     ],
 )
-async def test_what_the_table_says_happens(
+async def test_every_row_of_the_parameter_table_behaves_as_stated(
     app: FastAPI,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
@@ -184,7 +184,7 @@ async def test_what_the_table_says_happens(
 
 
 @pytest.mark.parametrize("path", TRANSLATING)
-async def test_values_that_ask_for_nothing_are_accepted(
+async def test_neutral_values_of_unsupported_parameters_are_accepted(
     app: FastAPI, caplog: pytest.LogCaptureFixture, path: str
 ) -> None:
     """Null, and each of the values of each row that is not followed."""
@@ -201,7 +201,7 @@ async def test_values_that_ask_for_nothing_are_accepted(
             assert "x-engine-warnings" not in response.headers
 
 
-def test_values_that_ask_for_nothing_are_compared_by_type() -> None:
+def test_neutral_values_are_compared_by_type() -> None:
     for fields in ({"best_of": True}, {"functions": [{}]}, {"separate_reasoning": 1}):
         with pytest.raises(InvalidRequestError) as caught:
             parse_body(ChatBody, BASE[CHAT] | fields)
@@ -209,11 +209,11 @@ def test_values_that_ask_for_nothing_are_compared_by_type() -> None:
 
 
 @pytest.mark.parametrize("path", TRANSLATING)
-def test_every_parameter_has_a_row(path: str) -> None:
+def test_every_request_parameter_has_a_row_in_the_table(path: str) -> None:
     assert TRANSLATING[path].model_fields.keys() <= PARAMETERS.keys()
 
 
-def test_the_examples_are_about_rows() -> None:
+def test_every_example_belongs_to_a_row_of_the_parameter_table() -> None:
     assert ACTS.keys() | SAME.keys() | WARNED.keys() <= PARAMETERS.keys()
     assert {each for word in PARAMETERS.values() for each in word.dialects} == DIALECTS.keys()
     targets = {word.target for word in PARAMETERS.values() if word.target}
@@ -241,14 +241,16 @@ def test_the_examples_are_about_rows() -> None:
         ({"logit_bias": [[-1, 5]]}, "logit_bias"),
     ],
 )
-def test_errors_name_what_the_client_sent(fields: dict[str, Any], param: str) -> None:
+def test_errors_name_the_parameter_as_the_client_sent_it(
+    fields: dict[str, Any], param: str
+) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         parse_body(ChatBody, BASE[CHAT] | fields)
     assert caught.value.param == param
 
 
 @pytest.mark.parametrize("path", TRANSLATING)
-def test_a_limit_below_zero_is_the_context(path: str) -> None:
+def test_a_negative_max_tokens_means_the_rest_of_the_context(path: str) -> None:
     body = parse_body(TRANSLATING[path], BASE[path] | {"n_predict": -1})
     assert isinstance(body, ChatBody | CompletionBody | GenerateBody)
     assert body.params(CARD).max_tokens is None
@@ -283,7 +285,7 @@ async def test_the_engine_reports_progress_and_can_skip_its_cache() -> None:
     await backend.stop()
 
 
-async def test_texts_can_be_biased() -> None:
+async def test_logit_bias_can_name_texts() -> None:
     """All tokens of a text get its bias, which may exclude them."""
     text = SimpleNamespace(tokenizer=SimpleNamespace(encode=lambda each: list(each.encode())))
     body = parse_body(ChatBody, BASE[CHAT] | {"logit_bias": [["ab", False], [7, 2]]})
@@ -291,7 +293,7 @@ async def test_texts_can_be_biased() -> None:
     assert params.logit_bias == {7: 2.0, 97: -math.inf, 98: -math.inf}
 
 
-async def test_later_errors_and_warnings_name_what_the_client_sent(app: FastAPI) -> None:
+async def test_warnings_name_the_parameter_as_the_client_sent_it(app: FastAPI) -> None:
     async with client_of(app) as client:
         long = await client.post(COMPLETIONS, json=BASE[COMPLETIONS] | {"n_predict": 10**6})
         BACKEND.set_card(template_options=())
@@ -301,7 +303,7 @@ async def test_later_errors_and_warnings_name_what_the_client_sent(app: FastAPI)
     assert thinking.headers["x-engine-warnings"].startswith("think: ")
 
 
-def test_earlier_reasoning_is_read_in_its_other_form() -> None:
+def test_earlier_reasoning_is_read_in_its_alternative_spelling() -> None:
     details = [
         {"type": "reasoning.text", "text": "first "},
         {"type": "reasoning.summary", "summary": "second"},

@@ -87,7 +87,7 @@ def text_of(body: bytes) -> str:
 
 
 @pytest.mark.parametrize("seed", range(20))
-async def test_all_text_comes_in_order_whenever_the_client_blocks(seed: int) -> None:
+async def test_streamed_text_stays_in_order_whenever_the_client_blocks(seed: int) -> None:
     rng = random.Random(seed)
     source, connection = Pushed(), Connection()
     writing = start(connection, source)
@@ -107,7 +107,7 @@ async def test_all_text_comes_in_order_whenever_the_client_blocks(seed: int) -> 
     assert text_of(connection.body) == "".join(f"{index} " for index in range(NUM_WORDS))
 
 
-async def test_a_client_that_reads_wakes_no_task() -> None:
+async def test_direct_writes_to_a_reading_client_wake_no_task() -> None:
     source, connection = Pushed(), Connection()
     writing = start(connection, source)
     while source.sink is None:

@@ -89,7 +89,7 @@ def texts_of(result: Any, name: str = "text_output") -> list[str]:
     return [each.decode() for each in result.as_numpy(name).flatten()]
 
 
-def test_health_and_metadata(client: Any, kind: Any) -> None:
+def test_kserve_health_and_metadata(client: Any, kind: Any) -> None:
     assert client.is_server_live() and client.is_server_ready()
     assert client.is_model_ready(MODEL, headers=bearer())
     assert client.is_model_ready(MODEL, "1", headers=bearer())
@@ -105,7 +105,7 @@ def test_health_and_metadata(client: Any, kind: Any) -> None:
     assert [(each["name"], each["state"]) for each in rows] == [(MODEL, "READY")]
 
 
-def test_texts_are_completed(client: Any, kind: Any, backend: FakeBackend) -> None:
+def test_kserve_infer_completes_texts(client: Any, kind: Any, backend: FakeBackend) -> None:
     inputs = [
         prompt(kind, "one two", "three"),
         tensor(kind, "max_tokens", "INT32", [3]),
@@ -124,7 +124,7 @@ def test_texts_are_completed(client: Any, kind: Any, backend: FakeBackend) -> No
     assert (params.max_tokens, params.temperature, params.stop) == (3, 0.0, ("END", "FIN"))
 
 
-def test_outputs_have_the_shape_of_the_texts(client: Any, kind: Any) -> None:
+def test_outputs_have_the_shape_of_the_input_texts(client: Any, kind: Any) -> None:
     asked = [tensor(kind, "text_input", "BYTES", [[b"a"], [b"b"]])]
     outputs = [kind.InferRequestedOutput("text_output")]
     result = client.infer(MODEL, asked, outputs=outputs, headers=bearer())
@@ -132,7 +132,7 @@ def test_outputs_have_the_shape_of_the_texts(client: Any, kind: Any) -> None:
     assert result.as_numpy("finish_reason") is None
 
 
-def test_parameters_of_the_request_and_of_tritons_vllm_backend(
+def test_request_parameters_and_those_of_tritons_vllm_backend_are_read(
     client: Any, kind: Any, backend: FakeBackend
 ) -> None:
     sampling = json.dumps({"temperature": "0.5", "top_k": 7, "stop": "9"}).encode()
@@ -161,7 +161,7 @@ def test_parameters_of_the_request_and_of_tritons_vllm_backend(
         (("text_input", "BYTES", [b"\xff"]), "UTF-8"),
     ],
 )
-def test_what_is_wrong_is_named(
+def test_invalid_kserve_inputs_are_named(
     client: Any, kind: Any, extra: tuple[str, str, Any], message: str
 ) -> None:
     inputs = [tensor(kind, *extra)]
@@ -171,7 +171,7 @@ def test_what_is_wrong_is_named(
         client.infer(MODEL, inputs, headers=bearer())
 
 
-def test_a_prompt_a_model_a_version_and_a_key_are_needed(client: Any, kind: Any) -> None:
+def test_infer_needs_a_prompt_model_version_and_key(client: Any, kind: Any) -> None:
     for model, version, inputs, headers, message in (
         (MODEL, "", [tensor(kind, "max_tokens", "INT32", [1])], bearer(), "text_input"),
         ("absent", "", [prompt(kind, "a")], bearer(), "no such model"),
@@ -232,7 +232,7 @@ def test_a_grpc_stream_carries_several_requests(server: LiveServer, backend: Fak
     assert ["temperature" in str(error) for _, error in responses if error is not None] == [True]
 
 
-def test_a_stream_that_is_left_is_aborted(server: LiveServer, backend: FakeBackend) -> None:
+def test_an_abandoned_grpc_stream_is_aborted(server: LiveServer, backend: FakeBackend) -> None:
     backend.token_s = 0.05
     backend.script = [TextEvent(0, "a", 1) for _ in range(1000)]
     first: queue.Queue[Any] = queue.Queue()
@@ -245,7 +245,7 @@ def test_a_stream_that_is_left_is_aborted(server: LiveServer, backend: FakeBacke
     wait_until(lambda: server.services.lifecycle.num_admitted == 0, 10)
 
 
-def test_generate(rest: httpx.Client, backend: FakeBackend) -> None:
+def test_kserve_generate_completes_a_text(rest: httpx.Client, backend: FakeBackend) -> None:
     body = {"text_input": "a b", "parameters": {"max_tokens": 2, "return_finish_reason": True}}
     made = rest.post(f"{URL}/generate", json=body | {"id": "x"}).json()
     assert made == {
@@ -267,7 +267,7 @@ def test_generate(rest: httpx.Client, backend: FakeBackend) -> None:
     assert wrong.status_code == 400 and "twice" in wrong.json()["error"]
 
 
-def test_generate_stream(rest: httpx.Client, backend: FakeBackend) -> None:
+def test_kserve_generate_stream_streams_a_text(rest: httpx.Client, backend: FakeBackend) -> None:
     asked = {"text_input": "a", "return_num_output_tokens": True, "return_finish_reason": True}
     events = events_of(rest.post(f"{URL}/generate_stream", json=asked).text)
     assert "".join(each["text_output"] for each in events) == WORDS
@@ -290,7 +290,7 @@ def test_generate_stream(rest: httpx.Client, backend: FakeBackend) -> None:
         ({"binary_data_size": 10}, b"\x01\0\0\0a\x01\0\0\0b", "as its shape says"),
     ],
 )
-def test_bytes_that_are_no_tensor(
+def test_malformed_binary_tensors_are_refused(
     rest: httpx.Client, head: dict[str, Any], tail: bytes, message: str
 ) -> None:
     body = {
@@ -302,7 +302,7 @@ def test_bytes_that_are_no_tensor(
     assert response.status_code == 400 and message in response.json()["error"]
 
 
-def test_json_tensors(rest: httpx.Client) -> None:
+def test_json_tensors_of_any_shape_are_read(rest: httpx.Client) -> None:
     def infer(shape: Any, data: Any, datatype: str = "BYTES") -> httpx.Response:
         entry = {"name": "text_input", "shape": shape, "datatype": datatype, "data": data}
         return rest.post(f"{URL}/infer", json={"inputs": [entry]})
@@ -313,7 +313,7 @@ def test_json_tensors(rest: httpx.Client) -> None:
         assert wrong.status_code == 400 and isinstance(wrong.json()["error"], str)
 
 
-def test_the_messages_are_those_of_tritons_client() -> None:
+def test_grpc_messages_equal_those_of_tritons_client() -> None:
     """Each of our messages is one of theirs: the same fields with the same numbers and types."""
     for name, ours in CLASSES.items():
         outer, _, inner = name.partition(".")

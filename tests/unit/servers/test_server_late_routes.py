@@ -40,7 +40,9 @@ def paths(app: FastAPI) -> set[str]:
     return {route.path for route in app.routes}
 
 
-async def test_a_chat_waits_for_no_other_route(app: FastAPI, client: httpx.AsyncClient) -> None:
+async def test_a_chat_does_not_wait_for_late_routes(
+    app: FastAPI, client: httpx.AsyncClient
+) -> None:
     before = paths(app)
     assert (await client.post("/v1/chat/completions", json=HELLO)).status_code == 200
     assert paths(app) == before
@@ -50,7 +52,7 @@ async def test_a_chat_waits_for_no_other_route(app: FastAPI, client: httpx.Async
     assert "/v1/responses" in paths(app)
 
 
-async def test_the_first_request_for_a_late_route_is_answered(
+async def test_the_first_request_adds_the_late_routes(
     app: FastAPI, client: httpx.AsyncClient
 ) -> None:
     both = await asyncio.gather(
@@ -64,7 +66,7 @@ async def test_the_first_request_for_a_late_route_is_answered(
 
 
 @pytest.mark.parametrize("starts_soon", [False, True])
-async def test_only_listed_dialects_are_added(
+async def test_only_configured_dialects_add_late_routes(
     monkeypatch: pytest.MonkeyPatch, starts_soon: bool
 ) -> None:
     def add(app: FastAPI, services: object) -> None:
@@ -81,14 +83,14 @@ async def test_only_listed_dialects_are_added(
         assert ("/azure-room" in paths(app)) is bool(listed)
 
 
-async def test_adding_twice_adds_once(app: FastAPI) -> None:
+async def test_adding_late_routes_twice_has_no_effect(app: FastAPI) -> None:
     await app.state.late_routes.add()
     count = len(app.routes)
     await app.state.late_routes.add()
     assert len(app.routes) == count
 
 
-async def test_routes_come_by_themselves_after_those_who_waited_for_the_model(app: FastAPI) -> None:
+async def test_late_routes_are_added_after_the_first_requests(app: FastAPI) -> None:
     ready = asyncio.Event()
     sock = bind_socket(make_settings(server={"port": 0}))
     server = HttpServer(app, sock, lambda seconds: ready.set())

@@ -51,7 +51,7 @@ def asked(backend: FakeBackend) -> CompletionRequest:
     return request
 
 
-async def test_an_answer_has_llamacpps_form(client: httpx.AsyncClient) -> None:
+async def test_a_completion_has_llamacpps_shape(client: httpx.AsyncClient) -> None:
     body = await post(client, "/completion", prompt="hé", n_predict=3)
     assert (body["content"], body["stop"], body["tokens"]) == ("Hello from a", True, [])
     assert (body["stop_type"], body["stopping_word"], body["truncated"]) == ("limit", "", False)
@@ -64,7 +64,7 @@ async def test_an_answer_has_llamacpps_form(client: httpx.AsyncClient) -> None:
     assert (whole["content"], whole["stop_type"]) == (TEXT, "eos")
 
 
-async def test_the_last_event_of_a_stream_tells_the_end(client: httpx.AsyncClient) -> None:
+async def test_the_last_stream_event_reports_the_stop_type(client: httpx.AsyncClient) -> None:
     sent = {"prompt": "a", "n_predict": 2, "stream": True}
     *parts, last = events(await client.post("/completion", json=sent))
     assert [each["content"] for each in parts] == ["Hello", " from"]
@@ -74,7 +74,9 @@ async def test_the_last_event_of_a_stream_tells_the_end(client: httpx.AsyncClien
     assert last["generation_settings"]["stream"] is True
 
 
-async def test_a_stream_tells_timings_and_progress(client: httpx.AsyncClient) -> None:
+async def test_streams_report_timings_and_prompt_progress_if_requested(
+    client: httpx.AsyncClient,
+) -> None:
     asked = {"prompt": "a", "n_predict": 2, "stream": True, "timings_per_token": True}
     response = await client.post("/completion", json=asked | {"return_progress": True})
     told = events(response)
@@ -84,7 +86,9 @@ async def test_a_stream_tells_timings_and_progress(client: httpx.AsyncClient) ->
     assert counts == [0] * len(progress) + [1, 2, 2]
 
 
-async def test_the_defaults_are_llamacpps(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+async def test_default_parameters_are_llamacpps(
+    client: httpx.AsyncClient, backend: FakeBackend
+) -> None:
     await post(client, "/completion", prompt="a", seed=-1)
     params = asked(backend).context.params
     assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.8, 40, 0.95, 0.05)
@@ -105,7 +109,7 @@ async def test_the_defaults_are_llamacpps(client: httpx.AsyncClient, backend: Fa
         ([[5, "a"], "<s>", [7]], [(5, 97), (BOS, BOS), (7,)]),
     ],
 )
-async def test_forms_of_prompts(
+async def test_llamacpp_prompts_may_be_texts_ids_and_mixtures(
     client: httpx.AsyncClient, backend: FakeBackend, prompt: Any, ids: list[tuple[int, ...]]
 ) -> None:
     body = await post(client, "/completion", prompt=prompt, n_predict=1)
@@ -116,7 +120,9 @@ async def test_forms_of_prompts(
 
 
 @pytest.mark.parametrize("prompt", [[], [None], [1.5], {"prompt_string": 1}, [[-1]], 3])
-async def test_other_prompts_are_refused(client: httpx.AsyncClient, prompt: Any) -> None:
+async def test_malformed_llamacpp_prompts_are_refused(
+    client: httpx.AsyncClient, prompt: Any
+) -> None:
     response = await client.post("/completion", json={"prompt": prompt})
     assert response.status_code == 400
     assert response.json()["error"]["code"] == 400
@@ -128,7 +134,7 @@ async def test_images_are_refused_by_name(client: httpx.AsyncClient) -> None:
     assert response.json()["error"]["param"] == "prompt.multimodal_data"
 
 
-async def test_biases_of_texts_hold_for_their_tokens(
+async def test_text_logit_biases_apply_to_their_tokens(
     client: httpx.AsyncClient, backend: FakeBackend
 ) -> None:
     await post(client, "/completion", prompt="a", logit_bias=[["bc", -2], [9, False]])
@@ -138,14 +144,14 @@ async def test_biases_of_texts_hold_for_their_tokens(
     assert {"token": 7, "bias": 1.5} in body["generation_settings"]["logit_bias"]
 
 
-async def test_an_answer_ends_with_the_context(
+async def test_an_answer_ends_at_the_context_length(
     client: httpx.AsyncClient, backend: FakeBackend
 ) -> None:
     await post(client, "/completion", prompt=[1] * (CONTEXT_LENGTH - 2), n_predict=100)
     assert asked(backend).context.params.max_tokens == 2
 
 
-async def test_a_prompt_that_is_too_long_is_told_in_numbers(
+async def test_a_prompt_that_is_too_long_is_reported_with_token_counts(
     client: httpx.AsyncClient, backend: FakeBackend
 ) -> None:
     backend.refusal = ContextLengthError("Too long.", num_prompt_tokens=9, max_tokens=8)
@@ -160,30 +166,34 @@ async def test_a_prompt_that_is_too_long_is_told_in_numbers(
         assert "exceeds the available context size" in error["message"]
 
 
-async def test_stop_words_and_tokens(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+async def test_a_stopping_word_and_the_tokens_are_returned(
+    client: httpx.AsyncClient, backend: FakeBackend
+) -> None:
     backend.script = [TextEvent(0, "a", 1, None, (7,)), FinishEvent(0, "stop", "b")]
     body = await post(client, "/completion", prompt="a", stop=["b"], return_tokens=True)
     assert (body["stop_type"], body["stopping_word"], body["tokens"]) == ("word", "b", [7])
 
 
-async def test_nothing_is_written_if_no_token_is_wanted(client: httpx.AsyncClient) -> None:
+async def test_n_predict_0_generates_nothing(client: httpx.AsyncClient) -> None:
     body = await post(client, "/completion", prompt="a", n_predict=0)
     assert (body["content"], body["tokens_predicted"]) == ("", 0)
 
 
-async def test_response_fields(client: httpx.AsyncClient) -> None:
+async def test_response_fields_select_parts_of_the_answer(client: httpx.AsyncClient) -> None:
     names = ["content", "generation_settings/top_k", "absent"]
     body = await post(client, "/completion", prompt="a", response_fields=names)
     assert body == {"content": TEXT, "generation_settings/top_k": 40}
 
 
-async def test_probabilities(client: httpx.AsyncClient) -> None:
+async def test_n_probs_returns_completion_probabilities(client: httpx.AsyncClient) -> None:
     body = await post(client, "/completion", prompt="a", n_probs=2, n_predict=1)
     [token] = body["completion_probabilities"]
     assert (token["token"], token["logprob"], len(token["top_logprobs"])) == ("Hello", -0.5, 2)
 
 
-async def test_a_prompt_without_the_cache(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+async def test_cache_prompt_false_skips_the_prefix_cache(
+    client: httpx.AsyncClient, backend: FakeBackend
+) -> None:
     salts = []
     for cached in (True, True, False, False):
         await post(client, "/completion", prompt="a", cache_prompt=cached)
@@ -193,7 +203,9 @@ async def test_a_prompt_without_the_cache(client: httpx.AsyncClient, backend: Fa
     assert [salt.startswith(UNSHARED) for salt in salts] == [False, False, True, True]
 
 
-async def test_infill(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+async def test_infill_joins_extra_files_prefix_and_prompt(
+    client: httpx.AsyncClient, backend: FakeBackend
+) -> None:
     extra = [{"filename": "f.py", "text": "x = 1"}]
     sent = {"input_prefix": "a", "input_suffix": "c", "prompt": "b", "input_extra": extra}
     body = await post(client, "/infill", **sent)
@@ -203,28 +215,28 @@ async def test_infill(client: httpx.AsyncClient, backend: FakeBackend) -> None:
     assert (await client.post("/infill", json=sent)).status_code == 400
 
 
-async def test_the_template_is_applied_without_a_bos(client: httpx.AsyncClient) -> None:
+async def test_apply_template_adds_no_bos(client: httpx.AsyncClient) -> None:
     messages = [{"role": "user", "content": "hé"}]
     assert await post(client, "/apply-template", messages=messages) == {"prompt": "hé"}
     counted = await post(client, "/chat/completions/input_tokens", messages=messages)
     assert counted == {"input_tokens": 4}
 
 
-async def test_tokenize_takes_both_forms(client: httpx.AsyncClient) -> None:
+async def test_tokenize_returns_ids_or_ids_with_pieces(client: httpx.AsyncClient) -> None:
     assert await post(client, "/tokenize", content="<s>a") == {"tokens": [BOS, 97]}
     pieces = await post(client, "/tokenize", content="ab", add_special=True, with_pieces=True)
     assert pieces["tokens"][1] == {"id": 97, "piece": "a"}
     assert len(pieces["tokens"]) == 3
 
 
-async def test_embeddings_have_a_list_per_input(client: httpx.AsyncClient) -> None:
+async def test_embedding_answers_have_a_list_per_input(client: httpx.AsyncClient) -> None:
     [one] = await post(client, "/embedding", content="a")
     first, second = await post(client, "/embeddings", input=["a", [5, "b"]])
     assert one["embedding"] == first["embedding"]
     assert (len(second["embedding"]), second["index"]) == (1, 1)
 
 
-async def test_props_and_slots(client: httpx.AsyncClient) -> None:
+async def test_props_and_slots_are_reported(client: httpx.AsyncClient) -> None:
     props = (await client.get("/props")).json()
     assert props["default_generation_settings"]["n_ctx"] == CONTEXT_LENGTH
     assert props["default_generation_settings"]["params"]["temperature"] == 0.8
@@ -235,7 +247,7 @@ async def test_props_and_slots(client: httpx.AsyncClient) -> None:
     assert (await client.get("/lora-adapters")).json() == []
 
 
-async def test_a_running_sequence_has_a_slot(
+async def test_slots_show_a_running_sequence(
     client: httpx.AsyncClient, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of two answers has ended, and the other one waits for its second token."""
@@ -260,7 +272,7 @@ async def test_a_running_sequence_has_a_slot(
     await asking
 
 
-async def test_the_only_model_answers_for_any_name() -> None:
+async def test_a_single_model_answers_to_any_name() -> None:
     settings = make_settings(server={"accept_any_model": True})
     app = create_app(settings, FakeBackend(), Metrics(MODEL))
     transport = httpx.ASGITransport(app=app)
@@ -271,7 +283,7 @@ async def test_the_only_model_answers_for_any_name() -> None:
         assert (await client.get("/v1/models/other")).status_code == 404
 
 
-async def test_no_route_is_there_if_the_dialect_is_off() -> None:
+async def test_llamacpp_routes_are_absent_if_the_dialect_is_off() -> None:
     settings = make_settings(server={"dialects": ()})
     app = create_app(settings, FakeBackend(), Metrics(MODEL))
     transport = httpx.ASGITransport(app=app)

@@ -75,7 +75,7 @@ async def test_a_chat_is_streamed_by_default(client: httpx.AsyncClient) -> None:
     assert last["created_at"].endswith("Z")
 
 
-async def test_a_whole_answer_has_the_same_content(client: httpx.AsyncClient) -> None:
+async def test_an_unstreamed_chat_has_the_same_content(client: httpx.AsyncClient) -> None:
     chat = await whole(client, "/api/chat", messages=HELLO)
     text = await whole(client, "/api/generate", prompt="hi")
     assert chat["message"] == {"role": "assistant", "content": WORDS}
@@ -124,7 +124,7 @@ async def test_options_are_sampling_parameters(
         assert getattr(params, name) == options[name], name
 
 
-async def test_options_without_a_value_are_ollamas(
+async def test_unset_options_have_ollamas_defaults(
     client: httpx.AsyncClient, backend: FakeBackend
 ) -> None:
     await whole(client, "/api/chat", messages=HELLO, options={"num_predict": -1, "seed": -1})
@@ -148,7 +148,7 @@ async def test_options_without_a_value_are_ollamas(
         ({"num_keep": 5}, "options.num_keep"),
     ],
 )
-async def test_options_of_the_engine_are_answered_with_a_warning(
+async def test_engine_options_of_ollama_are_ignored_with_a_warning(
     client: httpx.AsyncClient, options: dict[str, Any], word: str
 ) -> None:
     response = await ask(client, "/api/chat", messages=HELLO, options=options)
@@ -174,7 +174,7 @@ async def test_options_of_the_engine_are_answered_with_a_warning(
         ({"messages": [{"role": "user", "content": "a", "colour": "b"}]}, "colour"),
     ],
 )
-async def test_mistakes_are_named_in_ollamas_form(
+async def test_errors_have_ollamas_shape(
     client: httpx.AsyncClient, fields: dict[str, Any], word: str
 ) -> None:
     response = await ask(client, "/api/chat", **({"messages": HELLO} | fields))
@@ -191,14 +191,14 @@ async def test_mistakes_are_named_in_ollamas_form(
         ({"raw": True, "think": True}, "think"),
     ],
 )
-async def test_what_generate_can_not_do_is_refused(
+async def test_unsupported_generate_options_are_refused(
     client: httpx.AsyncClient, fields: dict[str, Any], word: str
 ) -> None:
     response = await ask(client, "/api/generate", prompt="hi", **fields)
     assert response.status_code == 400 and word in response.json()["error"]
 
 
-async def test_a_format_is_a_grammar(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+async def test_format_becomes_a_grammar(client: httpx.AsyncClient, backend: FakeBackend) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     await whole(client, "/api/chat", messages=HELLO, format=schema)
     await whole(client, "/api/generate", prompt="a", format="json")
@@ -209,7 +209,9 @@ async def test_a_format_is_a_grammar(client: httpx.AsyncClient, backend: FakeBac
     assert grammars[2] is None
 
 
-async def test_thinking_is_separate(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+async def test_thinking_is_returned_separately(
+    client: httpx.AsyncClient, backend: FakeBackend
+) -> None:
     backend.script = reasoning_script(["Hm", "m."], ["Yes."])
     answer = await whole(client, "/api/chat", messages=HELLO, think=True)
     assert answer["message"] == {"role": "assistant", "content": "Yes.", "thinking": "Hmm."}
@@ -223,7 +225,7 @@ async def test_thinking_is_separate(client: httpx.AsyncClient, backend: FakeBack
     assert (await ask(client, "/api/chat", messages=HELLO, think=False)).status_code == 200
 
 
-async def test_tool_calls_come_whole(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+async def test_tool_calls_are_sent_whole(client: httpx.AsyncClient, backend: FakeBackend) -> None:
     backend.script = call_script(("look", '{"at": "x"}'), ("look", ""))
     answer = await whole(client, "/api/chat", messages=HELLO, tools=[TOOL])
     streamed = lines(await ask(client, "/api/chat", messages=HELLO, tools=[TOOL]))
@@ -235,7 +237,7 @@ async def test_tool_calls_come_whole(client: httpx.AsyncClient, backend: FakeBac
     ]
 
 
-async def test_a_call_that_was_cut_is_left_out(
+async def test_a_truncated_tool_call_is_dropped(
     client: httpx.AsyncClient, backend: FakeBackend
 ) -> None:
     backend.script = [ToolCallEvent(0, 0, '{"at', "id", "look"), FinishEvent(0, "length")]
@@ -243,7 +245,7 @@ async def test_a_call_that_was_cut_is_left_out(
     assert "tool_calls" not in answer["message"] and answer["done_reason"] == "length"
 
 
-async def test_results_belong_to_their_calls(
+async def test_tool_results_are_matched_to_their_calls(
     client: httpx.AsyncClient, backend: FakeBackend
 ) -> None:
     tools = ("one", "two", "three")
@@ -265,7 +267,9 @@ async def test_results_belong_to_their_calls(
     assert (first["name"], second["name"], third["name"]) == tools
 
 
-async def test_images_come_before_the_text(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+async def test_images_precede_the_text_of_a_message(
+    client: httpx.AsyncClient, backend: FakeBackend
+) -> None:
     backend.set_card(capabilities=(*CARD.capabilities, "images"))
     image = base64.b64encode(b"bytes").decode()
     messages = [{"role": "user", "content": "what?", "images": [image]}]
@@ -278,7 +282,9 @@ async def test_images_come_before_the_text(client: httpx.AsyncClient, backend: F
     assert backend.requests[1].messages[0] == {"role": "system", "content": "Look."}
 
 
-async def test_an_answer_is_continued(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+async def test_a_final_assistant_message_is_continued(
+    client: httpx.AsyncClient, backend: FakeBackend
+) -> None:
     messages = [*HELLO, {"role": "assistant", "content": "Well,"}]
     await whole(client, "/api/chat", messages=messages)
     request = backend.requests[0]
@@ -286,7 +292,9 @@ async def test_an_answer_is_continued(client: httpx.AsyncClient, backend: FakeBa
     assert request.continue_final_message and not request.add_generation_prompt
 
 
-async def test_raw_prompts_and_suffixes(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+async def test_raw_prompts_and_suffixes_are_supported(
+    client: httpx.AsyncClient, backend: FakeBackend
+) -> None:
     await whole(client, "/api/generate", prompt="<s>a", raw=True)
     await whole(client, "/api/generate", prompt="a", suffix="b")
     backend.set_card(capabilities=("completions",))
@@ -299,7 +307,7 @@ async def test_raw_prompts_and_suffixes(client: httpx.AsyncClient, backend: Fake
     assert isinstance(plain, CompletionRequest) and not plain.parse_special
 
 
-async def test_logprobs(client: httpx.AsyncClient) -> None:
+async def test_ollama_logprobs_are_returned_if_requested(client: httpx.AsyncClient) -> None:
     answer = await whole(client, "/api/generate", prompt="a", logprobs=True, top_logprobs=1)
     assert [each["token"] for each in answer["logprobs"]][:2] == ["Hello", " from"]
     assert len(answer["logprobs"][0]["top_logprobs"]) == 1
@@ -307,7 +315,7 @@ async def test_logprobs(client: httpx.AsyncClient) -> None:
     assert len([each for line in streamed for each in line.get("logprobs", ())]) == 6
 
 
-async def test_without_a_prompt_the_model_is_only_loaded(
+async def test_an_empty_prompt_only_loads_the_model(
     client: httpx.AsyncClient, backend: FakeBackend
 ) -> None:
     chat = (await ask(client, "/api/chat", messages=[])).json()
@@ -317,7 +325,7 @@ async def test_without_a_prompt_the_model_is_only_loaded(
     assert not backend.requests
 
 
-async def test_a_failure_in_mid_stream_is_the_last_line(
+async def test_a_failure_mid_stream_is_the_last_line(
     client: httpx.AsyncClient, backend: FakeBackend
 ) -> None:
     backend.failure, backend.fail_after = InferenceError("It broke."), 2
@@ -325,7 +333,7 @@ async def test_a_failure_in_mid_stream_is_the_last_line(
     assert len(pieces) == 2 and last == {"error": "It broke."}
 
 
-async def test_events_without_text_make_no_line(
+async def test_events_without_text_write_no_line(
     client: httpx.AsyncClient, backend: FakeBackend
 ) -> None:
     backend.script = [TextEvent(0, "", 1), TextEvent(0, "a", 1), FinishEvent(0, "stop")]
@@ -343,7 +351,9 @@ async def test_every_line_is_json_while_the_prompt_is_computed(
     assert len(lines(response)) == 7
 
 
-async def test_curl_sends_json_as_a_form(client: httpx.AsyncClient) -> None:
+async def test_json_bodies_with_curls_form_content_type_are_accepted(
+    client: httpx.AsyncClient,
+) -> None:
     body = json.dumps({"model": MODEL, "prompt": "a", "stream": False})
     form = {"content-type": "application/x-www-form-urlencoded"}
     response = await client.post("/api/generate", content=body, headers=form)
@@ -353,13 +363,15 @@ async def test_curl_sends_json_as_a_form(client: httpx.AsyncClient) -> None:
     assert response.status_code == 415
 
 
-async def test_keep_alive_of_the_only_model(client: httpx.AsyncClient) -> None:
+async def test_keep_alive_of_the_only_model_is_warned_about(client: httpx.AsyncClient) -> None:
     for value, is_told in (("5m", False), (-1, False), ("1h30m", True), (0, True)):
         response = await ask(client, "/api/chat", messages=HELLO, keep_alive=value)
         assert ("keep_alive" in response.headers.get("x-engine-warnings", "")) is is_told, value
 
 
-async def test_embeddings(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+async def test_ollama_embeddings_in_both_endpoints(
+    client: httpx.AsyncClient, backend: FakeBackend
+) -> None:
     made = (await ask(client, "/api/embed", input=["a b", "c"])).json()
     one = (await ask(client, "/api/embed", input="c")).json()
     old = (await ask(client, "/api/embeddings", prompt="c")).json()
@@ -372,7 +384,7 @@ async def test_embeddings(client: httpx.AsyncClient, backend: FakeBackend) -> No
     assert "options.temperature" in told.headers["x-engine-warnings"]
 
 
-async def test_long_texts_are_cut_at_their_end(
+async def test_long_embedding_inputs_are_truncated_at_their_end(
     client: httpx.AsyncClient, backend: FakeBackend
 ) -> None:
     backend.set_card(max_model_len=10)

@@ -97,7 +97,7 @@ def statuses(response: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(line) for line in response.text.splitlines()]
 
 
-async def test_what_probes_ask(client: httpx.AsyncClient) -> None:
+async def test_ollama_health_and_version_probes_are_answered(client: httpx.AsyncClient) -> None:
     assert (await client.get("/")).text == "Ollama is running"
     assert (await client.head("/")).status_code == 200
     version = (await client.get("/api/version")).json()
@@ -105,7 +105,7 @@ async def test_what_probes_ask(client: httpx.AsyncClient) -> None:
     assert version["engine"]["name"] == "engine"
 
 
-async def test_lists(client: httpx.AsyncClient, tiny: str) -> None:
+async def test_tags_and_ps_list_models(client: httpx.AsyncClient, tiny: str) -> None:
     assert await names(client) == [f"{MODEL}:latest", "tiny:latest"]
     assert await names(client, "/api/ps") == [f"{MODEL}:latest"]
     (running,) = (await client.get("/api/ps")).json()["models"]
@@ -116,7 +116,7 @@ async def test_lists(client: httpx.AsyncClient, tiny: str) -> None:
     assert (await client.head(f"/api/blobs/sha256:{'0' * 64}")).status_code == 404
 
 
-async def test_show(client: httpx.AsyncClient, tiny: str) -> None:
+async def test_show_describes_the_model(client: httpx.AsyncClient, tiny: str) -> None:
     shown = (await client.post("/api/show", json={"model": MODEL})).json()
     assert shown["capabilities"] == ["completion", "embedding", "tools", "insert", "thinking"]
     arch = shown["model_info"]["general.architecture"]
@@ -137,7 +137,7 @@ async def test_a_stored_model_is_loaded_by_its_first_request(
     assert (await chat(client, "tiny")).status_code == 200 and len(loaded) == 1
 
 
-async def test_keep_alive_unloads(
+async def test_keep_alive_0_unloads_the_model(
     app: FastAPI, client: httpx.AsyncClient, tiny: str, loaded: list[FakeBackend]
 ) -> None:
     await chat(client, "tiny", keep_alive="10m")
@@ -165,7 +165,9 @@ async def test_keep_alive_unloads(
     assert back.json()["done_reason"] == "load" and len(loaded) == 4
 
 
-async def test_create_a_model_with_a_character(app: FastAPI, client: httpx.AsyncClient) -> None:
+async def test_create_makes_a_model_with_a_system_message(
+    app: FastAPI, client: httpx.AsyncClient
+) -> None:
     body = {
         "model": "mario",
         "from": MODEL,
@@ -191,7 +193,7 @@ async def test_create_a_model_with_a_character(app: FastAPI, client: httpx.Async
     assert preset.defaults["max_tokens"] == 4
 
 
-async def test_copies_and_deletions(client: httpx.AsyncClient, tiny: str) -> None:
+async def test_models_are_copied_and_deleted(client: httpx.AsyncClient, tiny: str) -> None:
     copied = {"source": MODEL, "destination": "other"}
     assert (await client.post("/api/copy", json=copied)).status_code == 200
     assert (await chat(client, "other")).status_code == 200
@@ -204,7 +206,7 @@ async def test_copies_and_deletions(client: httpx.AsyncClient, tiny: str) -> Non
     assert not ModelStore().models()
 
 
-async def test_a_served_model_of_the_store_is_deleted(
+async def test_a_served_model_of_the_store_can_be_deleted(
     client: httpx.AsyncClient, tiny: str, loaded: list[FakeBackend]
 ) -> None:
     await chat(client, "tiny")
@@ -228,7 +230,7 @@ async def test_a_served_model_of_the_store_is_deleted(
         ({"from": MODEL, "parameters": {"temperature": 9}}, "temperature"),
     ],
 )
-async def test_what_create_can_not_do_is_refused(
+async def test_unsupported_create_options_are_refused(
     client: httpx.AsyncClient, fields: dict[str, Any], word: str
 ) -> None:
     refused = await client.post("/api/create", json={"model": "mario"} | fields)
@@ -236,7 +238,7 @@ async def test_what_create_can_not_do_is_refused(
     assert await names(client) == [f"{MODEL}:latest"]
 
 
-async def test_a_pull_tells_its_progress(tmp_path: Path, store: ModelStore) -> None:
+async def test_a_pull_streams_its_progress(tmp_path: Path, store: ModelStore) -> None:
     site, server = serve_site()
     site.pages["/a/Tiny.gguf"] = Page(GGUF)
     url = f"{site.url}/a/Tiny.gguf"
@@ -253,7 +255,7 @@ async def test_a_pull_tells_its_progress(tmp_path: Path, store: ModelStore) -> N
     assert "tiny" in store.models()
 
 
-async def test_a_pull_ends_when_its_client_leaves(
+async def test_a_client_disconnect_cancels_a_pull(
     client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends: list[type[Exception]] = []
@@ -276,7 +278,7 @@ async def test_a_pull_ends_when_its_client_leaves(
     assert ends == [AbortedError]
 
 
-async def test_who_may_change_models(tmp_path: Path, tiny: str) -> None:
+async def test_only_the_admin_may_pull_models(tmp_path: Path, tiny: str) -> None:
     open_to_all = client_of(make_app(tmp_path))
     url = await open_to_all.post("/api/pull", json={"model": "https://example.com/a.gguf"})
     assert url.status_code == 403 and "administrator's key" in url.json()["error"]
@@ -303,7 +305,7 @@ async def test_who_may_change_models(tmp_path: Path, tiny: str) -> None:
     await open_to_all.aclose()
 
 
-async def test_what_open_webui_sends(client: httpx.AsyncClient, tiny: str) -> None:
+async def test_requests_of_open_webui_are_accepted(client: httpx.AsyncClient, tiny: str) -> None:
     """Its forms have both names of a model, and it pulls with `insecure`."""
     both = {"name": MODEL, "model": MODEL}
     assert (await client.post("/api/show", json=both)).status_code == 200
@@ -322,7 +324,9 @@ async def test_what_open_webui_sends(client: httpx.AsyncClient, tiny: str) -> No
     assert answered.json()["eval_count"] == 3 and "x-engine-warnings" not in answered.headers
 
 
-async def test_what_ollamas_own_program_sends(client: httpx.AsyncClient, tiny: str) -> None:
+async def test_requests_of_the_ollama_cli_are_accepted(
+    client: httpx.AsyncClient, tiny: str
+) -> None:
     """Its bodies have empty texts and null for all that is not used."""
     empty = {"system": "", "template": "", "verbose": False, "options": None, "name": ""}
     assert (await client.post("/api/show", json={"model": MODEL} | empty)).status_code == 200
@@ -339,7 +343,7 @@ async def test_what_ollamas_own_program_sends(client: httpx.AsyncClient, tiny: s
     assert (await client.post("/api/show", json={"model": ""})).status_code == 400
 
 
-async def test_it_can_be_turned_off(tmp_path: Path) -> None:
+async def test_the_ollama_dialect_can_be_turned_off(tmp_path: Path) -> None:
     async with client_of(make_app(tmp_path, dialects=[])) as client:
         for path in ("/", "/api/tags", "/api/version"):
             assert (await client.get(path)).status_code == 404

@@ -40,14 +40,14 @@ def body_schema(made: dict[str, Any], path: str) -> dict[str, Any]:
     return {"$ref": reference["$ref"], "components": made["components"]}
 
 
-async def test_it_is_valid_and_has_every_route() -> None:
+async def test_the_openapi_document_is_valid_and_has_every_route() -> None:
     made = await document()
     openapi_spec_validator.validate(made)
     described = {(method.upper(), path) for path, each in made["paths"].items() for method in each}
     assert described == set(api_routes(APP))
 
 
-async def test_every_body_has_a_schema() -> None:
+async def test_every_request_body_has_a_schema() -> None:
     made = await document()
     for method, path in api_routes(APP):
         if method in ("POST", "PUT", "PATCH") and path not in BODILESS:
@@ -55,7 +55,7 @@ async def test_every_body_has_a_schema() -> None:
             assert all("schema" in each for each in content.values()), path
 
 
-def test_the_tables_have_no_route_that_is_gone() -> None:
+def test_body_and_query_tables_name_existing_routes() -> None:
     routes = set(api_routes(APP))
     assert {("POST", path) for path in (*BODIES, *FORMS)} <= routes
     assert {("GET", path) for path in QUERIES} <= routes
@@ -68,12 +68,12 @@ def test_the_tables_have_no_route_that_is_gone() -> None:
         (CompletionBody, completion_params.CompletionCreateParamsBase.__annotations__),
     ],
 )
-def test_every_parameter_of_the_official_client_is_known(kind: Any, names: Any) -> None:
+def test_every_parameter_of_the_openai_client_is_known(kind: Any, names: Any) -> None:
     """One that is neither followed nor refused by name would be called a typing error."""
     assert set(names) <= kind.model_fields.keys() | PARAMETERS.keys()
 
 
-def test_the_manual_names_every_parameter() -> None:
+def test_docs_parameters_names_every_parameter() -> None:
     manual = (Path(__file__).parents[3] / "docs" / "parameters.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`(\w+)`", manual))
     assert ChatBody.model_fields.keys() | CompletionBody.model_fields.keys() <= named
@@ -88,7 +88,7 @@ def test_the_manual_names_every_parameter() -> None:
         {"guided_choice": ["a"], "truncate_prompt_tokens": -1},
     ],
 )
-async def test_bodies_that_the_schema_takes(fields: dict[str, Any]) -> None:
+async def test_bodies_that_the_schema_accepts_are_accepted(fields: dict[str, Any]) -> None:
     jsonschema.validate(chat(**fields), body_schema(await document(), "/v1/chat/completions"))
 
 
@@ -96,7 +96,7 @@ async def test_bodies_that_the_schema_takes(fields: dict[str, Any]) -> None:
     "fields",
     [{"n": 0}, {"stop": 5}, {"messages": []}, {"unknown": 1}, {"logit_bias": {"1": 101}}],
 )
-async def test_bodies_that_the_schema_refuses(fields: dict[str, Any]) -> None:
+async def test_bodies_that_the_schema_refuses_are_refused(fields: dict[str, Any]) -> None:
     schema = body_schema(await document(), "/v1/chat/completions")
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(chat(**fields), schema)
@@ -111,12 +111,12 @@ async def test_bodies_that_the_schema_refuses(fields: dict[str, Any]) -> None:
         ("/metrics", {"text/plain"}),
     ],
 )
-async def test_answers_have_their_media_type(path: str, media_types: set[str]) -> None:
+async def test_responses_have_the_described_media_type(path: str, media_types: set[str]) -> None:
     operation = (await document())["paths"][path]["get"]
     assert operation["responses"]["200"]["content"].keys() == media_types
 
 
-async def test_errors_have_the_shape_of_their_api() -> None:
+async def test_errors_have_the_described_shape() -> None:
     made = await document()
     shapes = {}
     for path in ("/v1/messages", "/v1/messages/count_tokens", "/v1/chat/completions"):
@@ -127,7 +127,7 @@ async def test_errors_have_the_shape_of_their_api() -> None:
     jsonschema.validate(refused, made["components"]["schemas"]["AnthropicError"])
 
 
-async def test_queries_are_described_beside_the_path() -> None:
+async def test_query_parameters_are_described() -> None:
     path = "/v1/responses/{response_id}/input_items"
     parameters = (await document())["paths"][path]["get"]["parameters"]
     places = {each["name"]: each["in"] for each in parameters}
@@ -136,14 +136,14 @@ async def test_queries_are_described_beside_the_path() -> None:
     )
 
 
-async def test_both_need_the_key() -> None:
+async def test_openapi_and_capabilities_need_the_key() -> None:
     app = create_app(make_settings(server={"api_key": KEY}), FakeBackend(), Metrics(MODEL))
     for path in ("/openapi.json", "/v1/capabilities"):
         assert (await get(path, app)).status_code == 401
         assert (await get(path, app, authorization=f"Bearer {KEY}")).status_code == 200
 
 
-async def test_capabilities_follow_the_tables() -> None:
+async def test_capabilities_follow_the_parameter_tables() -> None:
     body = (await get("/v1/capabilities")).json()
     assert body["strict"] is False
     assert "POST /v1/chat/completions" in body["endpoints"]
@@ -164,7 +164,7 @@ async def test_capabilities_follow_the_tables() -> None:
     assert model["capabilities"]["tools"] == "native"
 
 
-async def test_capabilities_of_every_body_are_what_it_takes() -> None:
+async def test_capabilities_list_what_each_body_supports() -> None:
     """What is called supported is never a field that exists to be refused."""
     parameters = (await get("/v1/capabilities")).json()["parameters"]
     responses = parameters["/v1/responses"]
@@ -175,7 +175,7 @@ async def test_capabilities_of_every_body_are_what_it_takes() -> None:
     assert parameters["/v1/batches"]["refused_unless"] == {}
 
 
-async def test_emulation_is_told() -> None:
+async def test_capabilities_report_emulated_features() -> None:
     backend = FakeBackend()
     backend.set_card(emulated=("tools",))
     app = create_app(make_settings(server={"strict": True}), backend, Metrics(MODEL))
@@ -185,7 +185,7 @@ async def test_emulation_is_told() -> None:
     assert body["models"][0]["capabilities"]["chat"] == "native"
 
 
-async def test_an_upload_can_be_what_is_described() -> None:
+async def test_the_file_upload_form_matches_its_schema() -> None:
     made = await document()
     form = made["paths"]["/v1/files"]["post"]["requestBody"]["content"]["multipart/form-data"]
     schema = form["schema"] | {"components": made["components"]}

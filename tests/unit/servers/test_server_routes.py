@@ -54,7 +54,9 @@ def setup() -> Setup:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_answer_names_who_gave_it(setup: Setup, stream: bool) -> None:
+async def test_the_response_header_names_the_backend_that_answered(
+    setup: Setup, stream: bool
+) -> None:
     setup.fakes[0].refusal = UnavailableError("gone")
     reply = await setup.chat(stream=stream)
     assert reply.status_code == 200 and reply.headers["x-engine-backend"] == "f#1"
@@ -62,7 +64,7 @@ async def test_an_answer_names_who_gave_it(setup: Setup, stream: bool) -> None:
         assert events_of(reply.text)[-1] == "[DONE]"
 
 
-async def test_all_prompts_of_a_request_are_named(setup: Setup) -> None:
+async def test_the_backend_header_names_the_backend_of_every_prompt(setup: Setup) -> None:
     reply = await setup.ask(
         "POST", "/v1/completions", json={"model": "a", "prompt": ["p", "q"], "max_tokens": 1}
     )
@@ -71,7 +73,7 @@ async def test_all_prompts_of_a_request_are_named(setup: Setup) -> None:
     assert [each["chosen"] for each in explained.json()["decisions"]] == ["f#0", "f#1"]
 
 
-async def test_other_apis_name_it_too(setup: Setup) -> None:
+async def test_the_backend_header_is_set_by_all_apis(setup: Setup) -> None:
     body = {"model": "a", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
     for path, fields in {
         "/v1/messages": body,
@@ -82,7 +84,7 @@ async def test_other_apis_name_it_too(setup: Setup) -> None:
         assert reply.status_code == 200 and "x-engine-backend" in reply.headers, path
 
 
-async def test_an_alias_is_a_name_like_any_other(setup: Setup) -> None:
+async def test_an_alias_is_served_like_a_model_name(setup: Setup) -> None:
     reply = await setup.chat("x")
     assert reply.json()["model"] == "x" and "x-engine-warnings" not in reply.headers
     listed = (await setup.ask("GET", "/v1/models")).json()["data"]
@@ -91,7 +93,7 @@ async def test_an_alias_is_a_name_like_any_other(setup: Setup) -> None:
     assert setup.router.decisions.newest(1)[0].model == "a"
 
 
-async def test_a_fallback_is_told_in_the_answer_and_its_headers(setup: Setup) -> None:
+async def test_a_fallback_model_is_named_in_the_body_and_warning_header(setup: Setup) -> None:
     for each in setup.fakes[:2]:
         each.ready = False
     reply = await setup.chat("x")
@@ -121,12 +123,12 @@ async def test_a_model_that_is_down_is_503_while_others_answer(setup: Setup) -> 
     assert (await setup.ask("GET", "/readyz")).status_code == 200
 
 
-async def test_unknown_models_are_refused_with_those_there_are(setup: Setup) -> None:
+async def test_unknown_models_are_refused_with_the_known_names(setup: Setup) -> None:
     reply = await setup.chat("nothing")
     assert reply.status_code == 404 and "a, x, b" in reply.json()["error"]["message"]
 
 
-async def test_a_decision_is_found_by_either_id(setup: Setup) -> None:
+async def test_a_routing_decision_is_found_by_either_id(setup: Setup) -> None:
     reply = await setup.chat()
     for name in (reply.json()["id"], reply.headers["x-request-id"]):
         (told,) = (await setup.ask("GET", f"/v1/admin/routes/{name}")).json()["decisions"]
@@ -135,7 +137,7 @@ async def test_a_decision_is_found_by_either_id(setup: Setup) -> None:
     assert missing.status_code == 404
 
 
-async def test_routes_have_all_that_dashboards_read(setup: Setup) -> None:
+async def test_admin_routes_have_every_field_of_the_dashboard(setup: Setup) -> None:
     await setup.chat()
     told = (await setup.ask("GET", "/v1/admin/routes")).json()
     first = told["models"][0]
@@ -147,7 +149,7 @@ async def test_routes_have_all_that_dashboards_read(setup: Setup) -> None:
     assert told["decisions"][0]["chosen"] == "f#0"
 
 
-async def test_what_top_reads_is_not_logged_unless_it_fails(
+async def test_requests_of_engine_top_are_not_logged_unless_they_fail(
     setup: Setup, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="engine.request")
@@ -159,7 +161,7 @@ async def test_what_top_reads_is_not_logged_unless_it_fails(
     assert len(caplog.records) == 2
 
 
-async def test_routes_need_the_key() -> None:
+async def test_admin_routes_need_the_key() -> None:
     setup = Setup(api_key=KEY)
     for path in ("/v1/admin/routes", "/v1/admin/routes/x"):
         assert (await setup.ask("GET", path)).status_code == 401
@@ -167,7 +169,7 @@ async def test_routes_need_the_key() -> None:
         assert allowed.status_code in (200, 404)
 
 
-async def test_a_server_without_a_router_tells_the_same_form(setup: Setup) -> None:
+async def test_admin_routes_have_the_same_shape_without_a_router(setup: Setup) -> None:
     setup.app = create_app(make_settings(), FakeBackend(), Metrics("m"))
     routed = Setup()
     alone = (await setup.ask("GET", "/v1/admin/routes")).json()

@@ -41,7 +41,9 @@ async def generate(client: httpx.AsyncClient, **fields: Any) -> Any:
     return response.json()
 
 
-async def test_a_text_is_answered_at_once(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+async def test_sglang_generate_answers_a_text(
+    client: httpx.AsyncClient, backend: FakeBackend
+) -> None:
     params = {"max_new_tokens": 3, "temperature": 0, "stop": ["END"], "min_new_tokens": 2}
     made = await generate(client, text="one two", sampling_params=params, rid="mine")
     assert made["text"] == "Hello from a"
@@ -54,7 +56,7 @@ async def test_a_text_is_answered_at_once(client: httpx.AsyncClient, backend: Fa
     assert backend.requests[0].prompt == "one two"
 
 
-async def test_several_prompts_or_answers_make_a_list(client: httpx.AsyncClient) -> None:
+async def test_several_prompts_or_samples_give_a_list(client: httpx.AsyncClient) -> None:
     made = await generate(client, text=["a", "b c"], sampling_params={"n": 2})
     assert [each["meta_info"]["prompt_tokens"] for each in made] == [1, 1, 2, 2]
     assert len({each["meta_info"]["id"] for each in made}) == 4
@@ -63,7 +65,9 @@ async def test_several_prompts_or_answers_make_a_list(client: httpx.AsyncClient)
     assert isinstance(await generate(client, input_ids=[1, 2]), dict)
 
 
-async def test_token_ids_and_the_end_token(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+async def test_output_ids_and_the_matched_end_token_are_returned(
+    client: httpx.AsyncClient, backend: FakeBackend
+) -> None:
     backend.script = [
         TextEvent(0, "Hi", 1, None, (5,)),
         TextEvent(0, "", 1, None, (2,)),
@@ -76,7 +80,7 @@ async def test_token_ids_and_the_end_token(client: httpx.AsyncClient, backend: F
     assert isinstance(request, CompletionRequest) and request.prompt == (7, 8)
 
 
-async def test_a_stream_repeats_the_text_so_far(client: httpx.AsyncClient) -> None:
+async def test_sglang_streams_repeat_the_text_so_far(client: httpx.AsyncClient) -> None:
     response = await client.post("/generate", json={"text": "a b", "stream": True})
     *events, done = events_of(response.text)
     assert done == "[DONE]"
@@ -88,7 +92,9 @@ async def test_a_stream_repeats_the_text_so_far(client: httpx.AsyncClient) -> No
     assert {each["meta_info"]["prompt_tokens"] for each in events} == {2}
 
 
-async def test_logprobs(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+async def test_sglang_logprobs_are_returned_if_requested(
+    client: httpx.AsyncClient, backend: FakeBackend
+) -> None:
     made = await generate(
         client,
         text="a b",
@@ -108,7 +114,9 @@ async def test_logprobs(client: httpx.AsyncClient, backend: FakeBackend) -> None
     assert not backend.requests[1].context.params.score_prompt
 
 
-async def test_grammars_of_sampling_params(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+async def test_grammars_in_sampling_params_are_applied(
+    client: httpx.AsyncClient, backend: FakeBackend
+) -> None:
     for word, value, kind in (
         ("regex", "[ab]+", "regex"),
         ("json_schema", '{"type": "object"}', "json_schema"),
@@ -133,14 +141,14 @@ async def test_grammars_of_sampling_params(client: httpx.AsyncClient, backend: F
         ({"text": "a", "top_logprobs_num": 21}, "top_logprobs_num"),
     ],
 )
-async def test_mistakes_are_named(
+async def test_invalid_sglang_requests_are_named(
     client: httpx.AsyncClient, fields: dict[str, Any], word: str
 ) -> None:
     response = await client.post("/generate", json=fields)
     assert response.status_code == 400 and word in response.json()["error"]["message"]
 
 
-async def test_our_own_form_stays(client: httpx.AsyncClient) -> None:
+async def test_our_own_generate_form_still_works(client: httpx.AsyncClient) -> None:
     made = await generate(client, prompt="a")
     assert list(made) == ["request_id"]
     off = create_app(make_settings(server={"dialects": []}), FakeBackend(), Metrics(MODEL))
@@ -150,14 +158,16 @@ async def test_our_own_form_stays(client: httpx.AsyncClient) -> None:
         assert (await other.get("/get_model_info")).status_code == 404
 
 
-async def test_failures(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+async def test_a_failed_sglang_stream_ends_with_an_error(
+    client: httpx.AsyncClient, backend: FakeBackend
+) -> None:
     backend.failure, backend.fail_after = InferenceError("It broke."), 1
     response = await client.post("/generate", json={"text": "a", "stream": True})
     *_, error, done = events_of(response.text)
     assert error["error"]["message"] == "It broke." and done == "[DONE]"
 
 
-async def test_what_the_server_tells(client: httpx.AsyncClient) -> None:
+async def test_sglang_model_and_server_info_are_reported(client: httpx.AsyncClient) -> None:
     for path in ("/get_model_info", "/model_info"):
         info = (await client.get(path)).json()
         assert (info["model_path"], info["is_generation"]) == (MODEL, True)
@@ -166,7 +176,7 @@ async def test_what_the_server_tells(client: httpx.AsyncClient) -> None:
         assert info["context_length"] == 4096 and info["internal_states"][0] is not None
 
 
-async def test_health_needs_a_token(
+async def test_health_generate_needs_a_generated_token(
     client: httpx.AsyncClient, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert (await client.get("/health_generate")).status_code == 200
@@ -183,7 +193,7 @@ async def test_health_needs_a_token(
     assert (await client.get("/health_generate")).status_code == 503
 
 
-async def test_flush_cache(tmp_path: Path) -> None:
+async def test_flush_cache_flushes_prefixes(tmp_path: Path) -> None:
     class Cached(FakeBackend):
         async def flush_prefixes(self, *, model: str = "") -> tuple[str, ...]:
             return ("3 blocks",)

@@ -60,7 +60,7 @@ def leave(connection: socket.socket, reset: bool) -> None:
     connection.close()
 
 
-def test_chunks_arrive_while_the_answer_is_made(server: LiveServer) -> None:
+def test_chunks_arrive_while_the_answer_is_generated(server: LiveServer) -> None:
     server.backend.token_s = 0.02
     pieces = []
     with httpx.stream("POST", server.url + "/v1/chat/completions", json=chat(stream=True)) as r:
@@ -114,7 +114,7 @@ def test_disconnect_stops_every_prompt_of_a_list(server: LiveServer) -> None:
     wait_until(lambda: server.backend.num_open == 0)
 
 
-def test_one_client_leaving_does_not_touch_another(server: LiveServer) -> None:
+def test_one_clients_disconnect_does_not_affect_another(server: LiveServer) -> None:
     server.backend.token_s = 0.05
     with server.connect() as leaver:
         server.post_raw(leaver, "/v1/chat/completions", chat(stream=True))
@@ -128,7 +128,7 @@ def test_one_client_leaving_does_not_touch_another(server: LiveServer) -> None:
     assert "".join(content) == "Hello from a fake model."
 
 
-def test_headers_and_comments_come_before_a_long_prefill(
+def test_headers_and_sse_comments_are_sent_during_a_long_prefill(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sse, "ACCEPT_WAIT_S", 0.01)
@@ -143,7 +143,7 @@ def test_headers_and_comments_come_before_a_long_prefill(
     assert events_of(text)[-1] == "[DONE]"
 
 
-def test_late_refusal_is_an_error_event(
+def test_a_late_refusal_is_an_error_event(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sse, "ACCEPT_WAIT_S", 0.01)
@@ -156,7 +156,7 @@ def test_late_refusal_is_an_error_event(
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("frontends", [1, 2])
-def test_slow_reader_gets_joined_chunks_and_all_of_the_text(frontends: int) -> None:
+def test_a_slow_reader_gets_coalesced_chunks_and_the_whole_text(frontends: int) -> None:
     # More than the buffers of both sockets hold, so that writing has to wait for the reader.
     words = [f"{i:05d}" + "w" * 16_000 for i in range(2000)]
     backend = FakeBackend(words)
@@ -176,7 +176,7 @@ def test_slow_reader_gets_joined_chunks_and_all_of_the_text(frontends: int) -> N
     assert len(events) < len(words)
 
 
-def test_client_that_stops_reading_is_given_up(
+def test_a_client_that_stops_reading_is_disconnected(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sse, "STALL_S", 0.1)
@@ -269,7 +269,7 @@ def test_sigterm_ends_the_process_with_code_0() -> None:
 
 
 @pytest.mark.seconds
-async def test_backend_that_cannot_start_ends_the_server() -> None:
+async def test_a_backend_that_cannot_start_ends_the_server() -> None:
     backend = FakeBackend()
     backend.start_error = ModelError("no such file")
     settings = make_settings()
@@ -279,7 +279,7 @@ async def test_backend_that_cannot_start_ends_the_server() -> None:
     assert backend.is_stopped
 
 
-def test_port_in_use_is_told_before_anything_is_loaded() -> None:
+def test_a_port_in_use_is_reported_before_loading() -> None:
     with bind_socket(make_settings()) as taken:
         taken.listen()
         port = taken.getsockname()[1]
@@ -326,7 +326,7 @@ def test_openai_client_raises_typed_errors(server: LiveServer) -> None:
         list(client.chat.completions.create(model=MODEL, messages=messages, stream=True))
 
 
-def test_openai_client_meets_the_limits() -> None:
+def test_openai_client_gets_429_at_the_limits() -> None:
     backend = FakeBackend()
     key = "s" * 32
     limits = {"api_key": key, "max_concurrent_requests": 1}
@@ -345,7 +345,7 @@ def test_openai_client_meets_the_limits() -> None:
         wait_until(lambda: backend.num_open == 0)
 
 
-def test_connections_send_at_once() -> None:
+def test_connections_use_tcp_nodelay() -> None:
     """asyncio sets TCP_NODELAY for sockets whose protocol is named, and for no others."""
     with bind_socket(make_settings(server={"port": 0})) as sock:
         assert sock.proto == socket.IPPROTO_TCP

@@ -33,7 +33,7 @@ async def client() -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-async def test_browsers_get_the_page_and_ollamas_clients_their_probe(
+async def test_browsers_get_the_page_and_ollama_clients_their_probe(
     client: httpx.AsyncClient,
 ) -> None:
     page = await client.get("/", headers=HTML)
@@ -56,7 +56,7 @@ async def test_each_page_names_files_that_exist(client: httpx.AsyncClient) -> No
             assert answer.headers["x-content-type-options"] == "nosniff"
 
 
-async def test_the_policy_allows_nothing_unsafe(client: httpx.AsyncClient) -> None:
+async def test_the_content_security_policy_is_strict(client: httpx.AsyncClient) -> None:
     page = await client.get("/", headers=HTML)
     policy = dict(
         each.strip().split(" ", 1) for each in page.headers["content-security-policy"].split(";")
@@ -69,7 +69,7 @@ async def test_the_policy_allows_nothing_unsafe(client: httpx.AsyncClient) -> No
     assert "style=" not in page.text and "onload=" not in page.text
 
 
-async def test_a_file_is_sent_again_only_if_it_changed(client: httpx.AsyncClient) -> None:
+async def test_static_files_are_revalidated_by_etag(client: httpx.AsyncClient) -> None:
     first = await client.get("/ui/static/app.js")
     tag = {"if-none-match": first.headers["etag"]}
     again = await client.get("/ui/static/app.js", headers=tag)
@@ -92,11 +92,11 @@ async def test_a_file_is_sent_again_only_if_it_changed(client: httpx.AsyncClient
         "/ui/static//etc/passwd",
     ],
 )
-async def test_nothing_else_is_served(client: httpx.AsyncClient, path: str) -> None:
+async def test_unknown_ui_paths_are_404(client: httpx.AsyncClient, path: str) -> None:
     assert (await client.get(path, headers=HTML)).status_code == 404
 
 
-async def test_files_need_no_key_and_the_api_does() -> None:
+async def test_ui_files_need_no_key_but_the_api_does() -> None:
     async with client_of(api_key=KEY) as client:
         assert (await client.get("/", headers=HTML)).status_code == 200
         assert (await client.get("/ui/static/app.js")).status_code == 200
@@ -105,20 +105,20 @@ async def test_files_need_no_key_and_the_api_does() -> None:
         assert (await client.post("/ui/live")).status_code == 405
 
 
-async def test_the_page_can_be_turned_off() -> None:
+async def test_the_ui_can_be_turned_off() -> None:
     async with client_of(ui=False, dialects=[]) as client:
         for path in ("/", "/ui/live", "/ui/static/app.js"):
             assert (await client.get(path, headers=HTML)).status_code == 404
 
 
-async def test_the_page_works_below_a_prefix() -> None:
+async def test_the_ui_works_below_a_path_prefix() -> None:
     async with client_of(root_path="/llm") as client:
         page = await client.get("/llm/", headers=HTML)
         assert 'src="ui/static/app.js"' in page.text
         assert (await client.get("/llm/ui/static/app.js")).status_code == 200
 
 
-async def test_the_page_may_call_its_own_server(client: httpx.AsyncClient) -> None:
+async def test_the_ui_may_call_its_own_server(client: httpx.AsyncClient) -> None:
     body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
     own = await client.post(
         "/v1/chat/completions", json=body, headers={"origin": "http://localhost"}
@@ -130,7 +130,7 @@ async def test_the_page_may_call_its_own_server(client: httpx.AsyncClient) -> No
     assert other.status_code == 403
 
 
-def test_libraries_are_what_npm_has() -> None:
+def test_vendored_libraries_equal_the_npm_packages() -> None:
     listed = json.loads((VENDOR / "versions.json").read_text())
     assert {each.name for each in VENDOR.iterdir() if each.is_dir()} == listed.keys()
     for name, package in listed.items():
@@ -141,7 +141,7 @@ def test_libraries_are_what_npm_has() -> None:
             assert hashlib.sha256(content).hexdigest() == facts["sha256"], file
 
 
-def test_files_of_our_own_stay_small() -> None:
+def test_our_own_ui_files_stay_small() -> None:
     ours = [
         each
         for each in STATIC.rglob("*")

@@ -59,7 +59,7 @@ def chunks(response: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line != "[DONE]"]
 
 
-async def test_the_prompts_logprobs_are_those_of_an_echo(toy) -> None:
+async def test_prompt_logprobs_equal_those_of_an_echo(toy) -> None:
     async with client_of(toy) as client:
         asked = {"prompt": "abcd", "max_tokens": 2, "seed": 1, "logprobs": 3}
         echoed = await post(client, "/v1/completions", echo=True, prompt_logprobs=2, **asked)
@@ -77,7 +77,7 @@ async def test_the_prompts_logprobs_are_those_of_an_echo(toy) -> None:
         assert none["choices"][0]["prompt_logprobs"] is None
 
 
-async def test_a_chat_has_its_prompts_logprobs_and_ids(toy) -> None:
+async def test_a_chat_returns_prompt_logprobs_and_token_ids(toy) -> None:
     async with client_of(toy) as client:
         asked = {"messages": MESSAGES, "max_tokens": 3, "return_token_ids": True}
         told = await post(client, "/v1/chat/completions", prompt_logprobs=0, **asked)
@@ -91,7 +91,7 @@ async def test_a_chat_has_its_prompts_logprobs_and_ids(toy) -> None:
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "prompt_logprobs"
 
 
-async def test_the_setting_bounds_the_alternatives(toy) -> None:
+async def test_max_logprobs_bounds_the_alternatives(toy) -> None:
     path = "/v1/completions"
     async with client_of(toy) as client:
         for fields in ({"logprobs": 21}, {"logprobs": -1}, {"prompt_logprobs": -1}):
@@ -105,7 +105,7 @@ async def test_the_setting_bounds_the_alternatives(toy) -> None:
         assert math.fsum(map(math.exp, top.values())) == pytest.approx(1, abs=1e-4)
 
 
-async def test_tokens_are_named_by_their_ids(toy) -> None:
+async def test_return_tokens_as_token_ids_names_tokens_by_id(toy) -> None:
     async with client_of(toy) as client:
         asked = {"prompt": "abcd", "max_tokens": 3, "logprobs": 2, "return_token_ids": True}
         asked |= {"return_tokens_as_token_ids": True, "seed": 3, "ignore_eos": True}
@@ -137,7 +137,7 @@ async def test_a_chat_stream_has_ids_and_one_last_chunk(toy) -> None:
         assert ends == [None] * (len(ends) - 1) + [whole["choices"][0]["finish_reason"]]
 
 
-async def test_an_echo_and_a_stop_string_are_shown() -> None:
+async def test_echo_and_include_stop_str_in_output_work_for_chats() -> None:
     backend = FakeBackend()
     async with client_of(backend) as client:
         last = {"role": "assistant", "content": "Well:"}
@@ -150,7 +150,7 @@ async def test_an_echo_and_a_stop_string_are_shown() -> None:
         assert "echo" in idle.headers["x-engine-warnings"]
 
 
-async def test_a_stop_string_is_part_of_the_text(toy) -> None:
+async def test_include_stop_str_in_output_keeps_the_stop_string(toy) -> None:
     async with client_of(toy) as client:
         asked = {"prompt": "abcd", "max_tokens": 12, "seed": 3, "ignore_eos": True}
         text = (await post(client, "/v1/completions", **asked))["choices"][0]["text"]
@@ -162,7 +162,7 @@ async def test_a_stop_string_is_part_of_the_text(toy) -> None:
         assert cut["stop_reason"] == stop
 
 
-async def test_either_end_of_a_prompt_is_kept(toy) -> None:
+async def test_truncation_side_keeps_either_end_of_a_prompt(toy) -> None:
     async with client_of(toy) as client:
         for side, kept in (("left", [2, 3]), ("right", [0, 1]), (None, [2, 3])):
             told = await post(
@@ -177,7 +177,7 @@ async def test_either_end_of_a_prompt_is_kept(toy) -> None:
             assert told["choices"][0]["prompt_token_ids"] == kept
 
 
-async def test_documents_need_a_template_that_reads_them() -> None:
+async def test_documents_need_a_template_that_uses_them() -> None:
     async with client_of(FakeBackend()) as client:
         body = {"messages": MESSAGES, "documents": [{"title": "a", "text": "b"}]}
         refused = await client.post("/v1/chat/completions", json=body)
@@ -196,7 +196,7 @@ async def test_documents_need_a_template_that_reads_them() -> None:
         {"prompt_logprobs": 1},
     ],
 )
-async def test_what_beam_search_cannot_follow_is_refused(fields) -> None:
+async def test_parameters_that_beam_search_lacks_are_refused(fields) -> None:
     async with client_of(FakeBackend()) as client:
         body = {"prompt": "ab", "use_beam_search": True} | fields
         refused = await client.post("/v1/completions", json=body)
@@ -206,7 +206,7 @@ async def test_what_beam_search_cannot_follow_is_refused(fields) -> None:
         assert alone.json()["error"]["param"] == "length_penalty"
 
 
-async def test_a_beam_search_by_http(toy) -> None:
+async def test_beam_search_over_http(toy) -> None:
     async with client_of(toy) as client:
         asked = {"use_beam_search": True, "n": 2, "max_tokens": 3, "temperature": 0.5}
         whole = await client.post(
@@ -224,7 +224,7 @@ async def test_a_beam_search_by_http(toy) -> None:
         assert context.json()["error"]["code"] == "context_length_exceeded"
 
 
-async def test_probes_and_versions() -> None:
+async def test_version_load_ping_and_is_sleeping_answer() -> None:
     async with client_of(FakeBackend()) as client:
         assert (await client.get("/version")).json() == {"version": __version__}
         assert (await client.get("/load")).json() == {"server_load": 0}
@@ -232,12 +232,12 @@ async def test_probes_and_versions() -> None:
         assert (await client.get("/is_sleeping")).json() == {"is_sleeping": False}
 
 
-async def test_the_room_is_off_by_the_setting() -> None:
+async def test_vllm_routes_can_be_turned_off() -> None:
     async with client_of(FakeBackend(), dialects=()) as client:
         assert (await client.get("/version")).status_code == 404
 
 
-async def test_a_prefix_of_a_proxy_is_part_of_no_route() -> None:
+async def test_root_path_is_not_part_of_routes() -> None:
     async with client_of(FakeBackend(), root_path="/llm", api_key="key") as client:
         for path in ("/v1/models", "/llm/v1/models"):
             assert (await client.get(path)).status_code == 401
@@ -249,7 +249,7 @@ async def test_a_prefix_of_a_proxy_is_part_of_no_route() -> None:
         assert (await client.get("/llmv1/models", headers=headers)).status_code == 404
 
 
-async def test_an_invocation_is_answered_by_the_endpoint_of_its_body() -> None:
+async def test_invocations_dispatch_by_their_body() -> None:
     async with client_of(FakeBackend()) as client:
         chat = await post(client, "/invocations", messages=MESSAGES)
         assert chat["object"] == "chat.completion"
@@ -263,7 +263,7 @@ async def test_an_invocation_is_answered_by_the_endpoint_of_its_body() -> None:
         assert none.status_code == 400
 
 
-async def test_pooling_gives_the_embedding(toy) -> None:
+async def test_pooling_returns_the_embedding(toy) -> None:
     async with client_of(toy) as client:
         pooled = await post(client, "/pooling", input=["ab", "c"])
         vectors = await post(client, "/v1/embeddings", input=["ab", "c"])
@@ -277,7 +277,7 @@ async def test_pooling_gives_the_embedding(toy) -> None:
             assert compared.json()["error"]["param"] == "model"
 
 
-async def test_several_conversations_at_once(toy) -> None:
+async def test_a_batch_of_conversations_is_answered_in_one_request(toy) -> None:
     async with client_of(toy) as client:
         others = [{"role": "user", "content": "dcb"}]
         asked = {"max_tokens": 3, "seed": 5}
@@ -297,7 +297,7 @@ async def test_several_conversations_at_once(toy) -> None:
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "stream"
 
 
-async def test_a_sleeping_server_has_no_model_and_takes_no_request() -> None:
+async def test_a_sleeping_server_unloads_its_model_and_refuses_requests() -> None:
     made: list[ToyBackend] = []
 
     def build() -> ToyBackend:
@@ -325,7 +325,7 @@ async def test_a_sleeping_server_has_no_model_and_takes_no_request() -> None:
     await asyncio.gather(*(each.stop() for each in made))
 
 
-async def test_administration_needs_the_key_or_this_machine() -> None:
+async def test_vllm_admin_routes_need_the_admin_key() -> None:
     backend = FakeBackend()
     async with client_of(backend, api_key="user", admin_key="root") as client:
         for path in ("/sleep", "/wake_up", "/reset_prefix_cache", "/start_profile"):

@@ -73,7 +73,7 @@ async def until(condition) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_requests_and_answers_pass_unchanged():
+async def test_requests_and_answers_pass_through_http_workers_unchanged():
     async with writers_of(1) as (_, url), httpx.AsyncClient(base_url=url) as client:
         for path in ("/", "/parts"):
             answer = await client.post(f"{path}?q=%C3%BC", content=LARGE)
@@ -96,7 +96,7 @@ async def test_requests_and_answers_pass_unchanged():
         assert (await client.post("/", content=b"after")).content == b"after"
 
 
-async def test_a_body_is_asked_for_only_if_the_application_reads_it():
+async def test_an_http_worker_requests_the_body_only_if_the_application_reads_it():
     async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 429, "headers": []})
         await send({"type": "http.response.body", "body": b"full"})
@@ -110,7 +110,7 @@ async def test_a_body_is_asked_for_only_if_the_application_reads_it():
             writer.close()
 
 
-async def test_a_client_that_leaves_is_told_and_a_slow_one_holds_up_its_own_answer_alone():
+async def test_http_workers_report_disconnects_and_a_slow_client_blocks_only_itself():
     left, blocked = asyncio.Event(), asyncio.Event()
 
     async def endless(scope: Scope, receive: Receive, send: Send) -> None:
@@ -142,7 +142,7 @@ async def test_a_client_that_leaves_is_told_and_a_slow_one_holds_up_its_own_answ
         await left.wait()
 
 
-async def test_a_writer_that_dies_takes_its_own_connections_and_is_replaced():
+async def test_an_http_worker_that_dies_loses_only_its_connections_and_is_replaced():
     async def pid_of_writer(client: httpx.AsyncClient) -> int:
         return (await client.get("/")).status_code
 
@@ -163,7 +163,7 @@ async def test_a_writer_that_dies_takes_its_own_connections_and_is_replaced():
             assert [await pid_of_writer(one), await pid_of_writer(two)] == [207, 207]
 
 
-async def test_a_writer_that_cannot_be_started_is_tried_again(monkeypatch):
+async def test_an_http_worker_that_cannot_be_started_is_retried(monkeypatch):
     """At the start of the server, and after a death."""
     faults = [OSError("too many processes")] * 2
 
@@ -183,7 +183,7 @@ async def test_a_writer_that_cannot_be_started_is_tried_again(monkeypatch):
         assert not faults
 
 
-async def test_a_frozen_writer_is_woken_and_replaced_if_it_freezes_again(monkeypatch):
+async def test_a_frozen_http_worker_gets_sigcont_and_is_replaced_if_it_freezes_again(monkeypatch):
     """New connections wait at most until then. Those that it had not taken go elsewhere."""
     for name, seconds in (("FROZEN", 1.0), ("WAKE", 1.2), ("GIVE_UP", 9.0), ("RELAPSED", 1.2)):
         monkeypatch.setattr(vigil, f"{name}_AFTER_S", seconds)
@@ -206,7 +206,7 @@ async def test_a_frozen_writer_is_woken_and_replaced_if_it_freezes_again(monkeyp
             os.kill(first, 0)  # not even a zombie
 
 
-async def test_a_frozen_writer_gets_no_connections(monkeypatch):
+async def test_a_frozen_http_worker_gets_no_connections(monkeypatch):
     monkeypatch.setattr(vigil, "FROZEN_AFTER_S", 1.0)
     here: list[socket.socket] = []
     async with writers_of(1, here=here) as (writers, url):
@@ -219,7 +219,7 @@ async def test_a_frozen_writer_gets_no_connections(monkeypatch):
         await until(lambda: not writers._writers[0].is_frozen)
 
 
-async def test_the_main_process_accepts_while_no_writer_can():
+async def test_the_main_process_accepts_connections_while_no_http_worker_can():
     here: list[socket.socket] = []
     async with writers_of(1, here=here) as (writers, url):
         os.kill(writers.pids[0], signal.SIGKILL)
@@ -229,7 +229,7 @@ async def test_the_main_process_accepts_while_no_writer_can():
         here[0].close()
 
 
-async def test_connections_go_to_the_writer_that_has_the_fewest():
+async def test_connections_go_to_the_http_worker_with_the_fewest():
     async with writers_of(2) as (writers, url), contextlib.AsyncExitStack() as stack:
         for _ in range(6):
             client = await stack.enter_async_context(httpx.AsyncClient(base_url=url))
@@ -237,7 +237,7 @@ async def test_connections_go_to_the_writer_that_has_the_fewest():
         assert sorted(each.num_connections for each in writers._writers) == [3, 3]
 
 
-def test_how_many_frontends_auto_has(monkeypatch: pytest.MonkeyPatch):
+def test_the_number_of_frontends_for_auto(monkeypatch: pytest.MonkeyPatch):
     server = ServerSettings()
     monkeypatch.setattr(run.os, "cpu_count", lambda: 16)
     assert num_frontends(server, is_accelerated=False) == 1
@@ -251,7 +251,7 @@ def test_how_many_frontends_auto_has(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("name", "expected"), [("nvidia0", True), ("kfd", True), ("nvidiactl", False), ("sda", False)]
 )
-def test_a_gpu_is_known_by_its_device_file(
+def test_a_gpu_is_detected_by_its_device_file(
     name: str, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     (tmp_path / name).touch()
@@ -259,7 +259,7 @@ def test_a_gpu_is_known_by_its_device_file(
     assert run.has_gpu() == expected
 
 
-def test_nodes_need_one_frontend():
+def test_nodes_require_a_single_frontend():
     settings = make_settings(server={"node_token": "t" * 32, "frontends": 2})
     with pytest.raises(ConfigError, match="nodes join over"):
         check_references(settings)

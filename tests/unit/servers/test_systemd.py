@@ -33,7 +33,7 @@ def heard(manager: socket.socket) -> list[str]:
             return said
 
 
-def test_a_server_tells_when_it_is_ready_well_and_ending(
+def test_systemd_is_notified_of_ready_watchdog_and_stopping(
     manager: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NOTIFY_SOCKET", manager.getsockname())
@@ -56,7 +56,7 @@ def test_a_server_tells_when_it_is_ready_well_and_ending(
 
 
 @pytest.mark.parametrize("path", [None, "/nowhere/notify", "@nobody-listens"])
-async def test_nobody_listens(path: str | None) -> None:
+async def test_a_missing_notify_socket_is_ignored(path: str | None) -> None:
     told = ServiceManager(path, 0.01)
     told.tell("READY=1")
     watching = asyncio.create_task(told.watch(lambda: True))
@@ -66,7 +66,7 @@ async def test_nobody_listens(path: str | None) -> None:
     await asyncio.gather(watching, return_exceptions=True)
 
 
-def test_a_watchdog_for_another_process_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_watchdog_for_another_pid_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NOTIFY_SOCKET", "/run/notify")
     monkeypatch.setenv("WATCHDOG_USEC", "1000000")
     monkeypatch.setenv("WATCHDOG_PID", "1")

@@ -33,7 +33,9 @@ def runs(process: psutil.Process) -> bool:
 
 
 @pytest.mark.seconds
-async def test_a_server_is_started_until_it_answers_and_stopped_whole(tmp_path: Path) -> None:
+async def test_a_benchmark_server_is_awaited_until_ready_and_its_process_tree_stopped(
+    tmp_path: Path,
+) -> None:
     port = free_port()
     command = (sys.executable, "-c", _TINY_SERVER, str(port))
     process = ServerProcess(ServerSpec("tiny", command, port), tmp_path / "log")
@@ -67,7 +69,7 @@ packed.mkdir(parents=True, exist_ok=True)
 
 
 @pytest.mark.seconds
-async def test_the_engine_is_started_without_packed_weights_and_with_them(
+async def test_the_engines_start_is_timed_with_and_without_packed_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(starts.tempfile, "tempdir", str(tmp_path))
@@ -85,7 +87,7 @@ async def test_the_engine_is_started_without_packed_weights_and_with_them(
 
 
 @pytest.mark.seconds
-async def test_a_peer_that_does_not_start_is_left_out_and_the_engine_is_needed(
+async def test_a_peer_that_does_not_start_is_skipped_but_the_engine_is_required(
     tmp_path: Path,
 ) -> None:
     port = free_port()
@@ -116,7 +118,7 @@ def executable(path: Path) -> Path:
     return path
 
 
-def test_a_missing_transformers_says_how_to_install_it(
+def test_a_missing_transformers_peer_is_reported_with_pip_install(
     setup: peers.Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda module: None)
@@ -128,7 +130,7 @@ def test_a_missing_transformers_says_how_to_install_it(
     assert spec.model in spec.command and "ignore_eos" not in spec.extra_body
 
 
-def test_llama_server_is_found_where_it_was_said_to_be(
+def test_llama_server_is_found_by_path_or_llama_bin(
     setup: peers.Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(peers.Unavailable, match=r"README.*--llama-bin"):
@@ -145,7 +147,7 @@ def test_llama_server_is_found_where_it_was_said_to_be(
         peers.llama_server(replace(setup, llama_bin=setup.cache / "absent"))
 
 
-def test_vllm_is_found_in_its_own_environment(setup: peers.Setup) -> None:
+def test_vllm_is_found_in_its_own_virtual_environment(setup: peers.Setup) -> None:
     with pytest.raises(peers.Unavailable, match=r"README.*--vllm-python"):
         peers.vllm_cpu(setup)
     executable(setup.cache / "vllm" / "bin" / "vllm")

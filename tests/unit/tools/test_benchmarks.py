@@ -58,7 +58,7 @@ def test_percentiles_are_nearest_rank() -> None:
     assert spread([None]) is None
 
 
-def test_rates_follow_their_definitions() -> None:
+def test_benchmark_rates_follow_their_definitions() -> None:
     fast, slow = sample(0.1, (0.02,) * 10), sample(0.4, (0.04,) * 10)
     batch = Batch(2.0, (fast, slow, Failure("500")), {"client": 0.1})
     figures = summarize([batch], output_tokens=12)
@@ -79,7 +79,7 @@ def test_time_per_token_counts_tokens_and_not_chunks() -> None:
     assert summarize([Batch(1.0, (merged,), {})], 5)["chunks_per_step"] == 0.6
 
 
-def test_prefix_figures_compare_the_first_request_with_the_others() -> None:
+def test_prefix_figures_compare_cold_and_cached_requests() -> None:
     later = [sample(0.1, cached_tokens=1024), sample(0.2, cached_tokens=1000), sample(0.1)]
     figures = prefix_figures([Batch(1.0, (sample(1.0), *later), {})])
     assert figures["ttft_cold_ms"]["median"] == 1000.0
@@ -102,14 +102,14 @@ def cells(results: Results) -> dict[str, list[str]]:
     return {str(label): [str(cell) for cell in row] for label, *row in zip(*columns, strict=True)}
 
 
-def test_a_figure_is_found_by_its_path() -> None:
+def test_a_benchmark_figure_is_found_by_its_path() -> None:
     turns = {"turns": [{"ttft_ms": {"median": 9.0}}, {"ttft_ms": {"median": 5.0}}]}
     assert value_at(turns, ("turns", "last", "ttft_ms")) == 5.0
     assert value_at({"turns": []}, ("turns", "last", "ttft_ms")) is None
     assert value_at({"itl_ms": {"p50": 1.0, "p99": 7.0}}, ("itl_ms", "p99")) == 7.0
 
 
-def test_ratios_are_to_the_best_peer_that_answered_everything() -> None:
+def test_ratios_compare_with_the_best_peer_without_failures() -> None:
     results = {
         "engine": {"conc 8": load(600.0)},
         "slow": {"conc 8": load(100.0)},
@@ -126,7 +126,7 @@ def test_ratios_are_to_the_best_peer_that_answered_everything() -> None:
     assert table["p99 ITL at 8 concurrent, ms"][4:] == ["0.33x", "<= 0.6x best", "met"]
 
 
-def test_bars_are_judged_in_the_direction_of_their_figure() -> None:
+def test_performance_bars_respect_the_direction_of_their_figure() -> None:
     rate = Row("", "", (), True, bar=Bar(2.5))
     assert [rate.meets(own, 100.0) for own in (250.0, 249.0)] == [True, False]
     seconds = Row("", "", (), False, bar=Bar(0.5))
@@ -137,7 +137,7 @@ def test_bars_are_judged_in_the_direction_of_their_figure() -> None:
     assert rate.meets(None, 100.0) is None
 
 
-def test_the_fast_engine_has_a_row_of_its_own_and_is_no_peer() -> None:
+def test_the_fast_numerics_engine_has_its_own_row_and_is_no_peer() -> None:
     results = {
         "engine": {"conc 32": load(500.0)},
         "engine fast": {"conc 32": load(650.0)},
@@ -153,20 +153,20 @@ def test_the_fast_engine_has_a_row_of_its_own_and_is_no_peer() -> None:
     assert alone["32 concurrent, output tok/s"][1:] == ["-", ">= 2.5x best", ""]
 
 
-def test_bars_with_amx_are_other_ones() -> None:
+def test_machines_with_amx_have_other_performance_bars() -> None:
     results: Results = {"engine": {"conc 32": load(20.0)}, "peer": {"conc 32": load(10.0)}}
     verdicts = [bars_table(results, has_amx=has).columns[-1]._cells for has in (False, True)]
     assert verdicts == [["missed"], ["met"]]
 
 
-def test_every_scenario_has_its_rows() -> None:
+def test_every_benchmark_scenario_has_its_rows() -> None:
     barred = {row.scenario.split()[0] for row in HEADLINE}
     assert barred | set(MORE_ROWS) == {*SCENARIOS, "cold", "whole"}
     results: Results = {"engine": {"conc 2": load(10.0), "conc 8": load(20.0)}}
     assert "conc 2: output tok/s" in cells(results) and "conc 8: output tok/s" not in cells(results)
 
 
-def test_failures_and_lumped_tokens_void_a_run() -> None:
+def test_failures_and_tokens_sent_in_lumps_void_a_run() -> None:
     good = load(10.0)
     lumped = whole_run([good, load(10.0, chunks_per_step=0.94)], 500.0)
     assert lumped == {"peak_rss_mb": 500.0, "chunks_per_step": 0.94}
@@ -183,7 +183,7 @@ def test_a_weak_prefix_cache_voids_a_run() -> None:
     assert not found(5.0) and found(4.9)
 
 
-def test_disturbed_and_short_runs_are_remarked() -> None:
+def test_disturbed_and_short_runs_are_marked() -> None:
     quiet = load(1.0, cores={"others": {"median": 0.1, "max": 0.2}}, short_outputs=0)
     busy = load(1.0, cores={"others": {"median": 0.1, "max": 0.5}}, short_outputs=3)
     assert remarks({"engine": {"single": quiet}}) == []
@@ -202,7 +202,7 @@ def test_concurrent_requests_come_in_waves_and_suffice_for_a_p99(
     assert eight.num_requests * rounds >= 64
 
 
-def test_prompts_depend_on_their_key_alone() -> None:
+def test_prompts_depend_only_on_their_key() -> None:
     assert words(50, "a", 1) == words(50, "a", 1)
     assert len(words(50, "a", 1).split()) == 50
     assert len({words(8, "a", number) for number in range(200)}) == 200
@@ -279,7 +279,7 @@ async def test_concurrent_load_is_bounded_and_counted(server: FakeServer) -> Non
     assert all(body["ignore_eos"] and body["temperature"] == 0 for body in server.bodies)
 
 
-async def test_accepted_drafts_do_not_count_as_lumped(server: FakeServer) -> None:
+async def test_accepted_drafts_do_not_count_as_lumped_tokens(server: FakeServer) -> None:
     server.drafts_per_answer = 2
     scenario = replace(SCENARIOS["conc"], concurrency=3, output_tokens=5)
     figures = await measure(scenario, server.target, seed="s", repeat=2, warmup=1)
@@ -300,7 +300,7 @@ async def test_latencies_are_pooled_over_batches_and_rates_are_medians(server: F
     assert len({body["prompt"] for body in server.bodies}) == 12, "a round met the prefix cache"
 
 
-async def test_a_shared_prefix_is_asked_for_by_all_at_once(server: FakeServer) -> None:
+async def test_a_shared_prefix_is_requested_by_all_at_once(server: FakeServer) -> None:
     scenario = replace(SCENARIOS["prefix"], requests=8, output_tokens=20, concurrency=4)
     await measure(scenario, server.target, seed="s", repeat=1, warmup=0)
     prompts = [body["prompt"].split() for body in server.bodies]
@@ -309,7 +309,7 @@ async def test_a_shared_prefix_is_asked_for_by_all_at_once(server: FakeServer) -
     assert server.most_in_flight == 4
 
 
-async def test_a_reused_prefix_is_met_cold_by_one_request(server: FakeServer) -> None:
+async def test_one_request_meets_a_reused_prefix_cold(server: FakeServer) -> None:
     scenario = replace(SCENARIOS["reuse"], requests=5, output_tokens=2, concurrency=4)
     figures = await measure(scenario, server.target, seed="s", repeat=1, warmup=0)
     prompts = [body["prompt"].split() for body in server.bodies]
@@ -319,7 +319,7 @@ async def test_a_reused_prefix_is_met_cold_by_one_request(server: FakeServer) ->
     assert server.most_in_flight <= 4
 
 
-async def test_conversations_grow_by_what_the_server_said(server: FakeServer) -> None:
+async def test_benchmark_conversations_include_the_servers_answers(server: FakeServer) -> None:
     scenario = replace(SCENARIOS["chat"], requests=2, turns=3, output_tokens=2, prompt_words=4)
     figures = await measure(scenario, server.target, seed="s", repeat=1, warmup=0)
     assert [turn["turn"] for turn in figures["turns"]] == [1, 2, 3]
@@ -336,7 +336,7 @@ async def test_refused_requests_are_failures_and_not_samples(server: FakeServer)
     assert figures["output_tps"]["median"] == 0.0
 
 
-def test_sweeps_fit_into_what_servers_hold() -> None:
+def test_sweep_loads_fit_the_servers_limits() -> None:
     for sweep in SWEEPS.values():
         for _, scenario in sweep.loads:
             assert scenario.concurrency <= sweep.sequences
@@ -344,7 +344,7 @@ def test_sweeps_fit_into_what_servers_hold() -> None:
 
 
 @pytest.mark.seconds
-def test_plots_are_drawn_from_the_points_alone(tmp_path: Path) -> None:
+def test_plots_are_drawn_from_stored_points(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from benchmarks.machine import machine
     from benchmarks.plots import draw

@@ -24,7 +24,7 @@ def engine(**changes) -> BenchEngine:
     return BenchEngine("tiny", EngineOptions(**options))
 
 
-def test_a_seed_always_means_the_same_ids() -> None:
+def test_a_seed_always_gives_the_same_benchmark_prompts() -> None:
     lists = workloads(SHAPES["llama-1b"])
     assert [workload.num_prompt_tokens for workload in lists.values()] == [
         128,
@@ -50,7 +50,7 @@ def test_repeats_share_no_prefix_and_a_shared_prefix_is_shared() -> None:
         assert workload.prompts[0][:4] != second[name].prompts[0][:4]
 
 
-def test_a_roof_is_the_weights_read_once_for_each_step() -> None:
+def test_the_roofline_reads_the_weights_once_per_step() -> None:
     config = shape_source("llama-1b").config
     assert weight_bytes(config) == pytest.approx(2 * 1.236e9, rel=1e-3)
     read_s = weight_bytes(config) / H200.bytes_per_s
@@ -62,7 +62,7 @@ def test_a_roof_is_the_weights_read_once_for_each_step() -> None:
     assert flops / H200.flops_per_s < roof_seconds(config, long) < 1.4 * flops / H200.flops_per_s
 
 
-def test_a_roof_counts_the_experts_that_a_step_reads() -> None:
+def test_the_roofline_counts_the_experts_that_a_step_reads() -> None:
     config = shape_source("qwen3-30b-a3b").config
     one, many = weight_bytes(config), weight_bytes(config, 64)
     assert one == pytest.approx(2 * 3.04e9, rel=0.01)  # without the embeddings
@@ -74,14 +74,14 @@ def test_a_roof_counts_the_experts_that_a_step_reads() -> None:
     )
 
 
-def test_a_shared_prefix_lowers_the_roof() -> None:
+def test_a_shared_prefix_lowers_the_roofline_time() -> None:
     config = shape_source("llama-1b").config
     shared = workloads(SHAPES["llama-1b"])["prefix256"]
     apart = Workload(shared.prompts, shared.num_new)
     assert roof_seconds(config, shared) < 0.2 * roof_seconds(config, apart)
 
 
-def test_every_workload_gives_all_of_its_tokens() -> None:
+def test_every_workload_generates_all_of_its_tokens() -> None:
     bench = engine()
     for workload in workloads(TINY).values():
         run = bench.run(workload)
@@ -98,13 +98,13 @@ def test_random_weights_are_the_same_at_every_start() -> None:
     assert tokens_of(first.run(prompts), prompts) == tokens_of(again.run(prompts), prompts)
 
 
-def test_a_request_that_fails_is_told() -> None:
+def test_a_failed_benchmark_request_raises() -> None:
     too_long = Workload([[5] * 300], [4])
     with pytest.raises(InferenceError, match="request 0 failed"):
         engine().generate(requests_of(too_long))
 
 
-def test_better_is_above_one_for_rates_and_for_times() -> None:
+def test_speedups_above_one_are_better_for_rates_and_for_times() -> None:
     assert best_value("tiny", "single", [2.0, 1.0, 4.0]) == (8.0, 1)
     assert best_value("tiny", "prefix256", [2.0, 1.0, 4.0]) == (1.0, 1)
     rate = Row("single", "", "new tok/s", 1000.0, 500.0, None, 1250.0, True)
@@ -135,12 +135,12 @@ def test_the_command_prints_a_table_and_writes_every_repeat(tmp_path: Path) -> N
         assert f"{row['name']}: " in done.stdout
 
 
-def test_every_figure_has_a_bar() -> None:
+def test_every_benchmark_figure_has_a_performance_bar() -> None:
     for figure in FIGURES.values():
         assert set(figure.vllm) == set(figure.bar)
 
 
-def test_float8_halves_the_bytes_of_a_roof() -> None:
+def test_float8_halves_the_bytes_of_the_roofline() -> None:
     config = shape_source("llama-8b").config
     single = workloads(SHAPES["llama-8b"])["single"]
     plain, halved = (
@@ -151,7 +151,7 @@ def test_float8_halves_the_bytes_of_a_roof() -> None:
 
 
 @pytest.mark.parametrize("varies", [False, True])
-def test_even_steps_have_even_gaps_and_cost_little(varies: bool) -> None:
+def test_even_steps_have_even_token_gaps_and_cost_little(varies: bool) -> None:
     """On a modelled GPU, whose clock is part of the model."""
     load, costs = Load(96, 128, 128, 3, varies), Costs(1.2e-3, 5e-6, 4e-6, 1e-4)
     large, even = (measure(load, costs, paces=paces) for paces in (False, True))

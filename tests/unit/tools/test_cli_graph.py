@@ -109,7 +109,7 @@ def needs_kernels() -> None:
         pytest.skip("the native kernels are not built")
 
 
-def test_every_node_is_done_by_a_step(report: Report) -> None:
+def test_every_node_of_the_graph_belongs_to_a_plan_step(report: Report) -> None:
     assert len(report.nodes) == 1 + 3 * LAYER_NODES + WANTED + 2
     assert len(report.steps) == 1 + 3 * LAYER_STEPS + WANTED + 1
     done = [name for step in report.steps for name in step.nodes]
@@ -121,7 +121,7 @@ def test_every_node_is_done_by_a_step(report: Report) -> None:
     assert gated.flops == 2 * 2 * 96 * 64
 
 
-def test_totals_are_sums(report: Report, source: ModelSource) -> None:
+def test_graph_totals_are_sums_over_steps(report: Report, source: ModelSource) -> None:
     for key in ("flops", "weight_bytes", "activation_bytes", "kv_bytes", "bytes"):
         assert report.totals[key] == sum(getattr(step, key) for step in report.steps)
     assert report.totals["stored_bytes"] == source.size_bytes
@@ -133,7 +133,7 @@ def test_totals_are_sums(report: Report, source: ModelSource) -> None:
     assert report.arena_bytes <= report.capacity_bytes
 
 
-def test_costs_follow_the_size_of_the_step(source: ModelSource, report: Report) -> None:
+def test_graph_costs_follow_the_step_size(source: ModelSource, report: Report) -> None:
     eight = describe_graph(source, StepSize(8, 32, is_prompt=False))
     assert eight.totals["flops"] == 8 * report.totals["flops"]
     assert eight.totals["kv_bytes"] == 8 * report.totals["kv_bytes"]
@@ -144,7 +144,7 @@ def test_costs_follow_the_size_of_the_step(source: ModelSource, report: Report) 
     assert prompt.steps[-1].flops == report.steps[-1].flops, "one row of logits is wanted"
 
 
-def test_layers_that_are_alike_are_shown_once(report: Report) -> None:
+def test_equal_layers_are_shown_once(report: Report) -> None:
     before, layers, last, after = sections = fold(report)
     titles = ["", "layers 0 to 1: x 2", "layer 2: x 1", ""]
     assert [each.title for each in sections] == titles
@@ -162,7 +162,7 @@ def test_layers_that_are_alike_are_shown_once(report: Report) -> None:
     assert f"{report.totals['flops'] / 1e6:,.2f} MFLOP" in text
 
 
-def test_layers_of_another_form_are_shown_apart(tmp_path: Path) -> None:
+def test_layers_of_another_structure_are_shown_separately(tmp_path: Path) -> None:
     """Layer 1 stores its up matrix in another way, so gate and up cannot be one step there."""
     file = save(tmp_path / "m.gguf", quantized=("blk.1.ffn_up.weight",), num_layers=5)
     source = open_model(file)
@@ -181,7 +181,7 @@ def test_layers_of_another_form_are_shown_apart(tmp_path: Path) -> None:
     assert sum(len(nodes) for nodes, _ in groups) == LAYER_NODES
 
 
-def test_json_has_everything(path: Path) -> None:
+def test_json_output_lists_every_node_and_step(path: Path) -> None:
     result = run(str(path), "--graph", "--format", "json", "--context", "16")
     assert result.exit_code == 0, result.stderr
     report = json.loads(result.stdout)
@@ -194,7 +194,7 @@ def test_json_has_everything(path: Path) -> None:
     assert json.loads(run(str(path), "--graph", "--json", "--context", "16").stdout) == report
 
 
-def test_the_drawing_is_xml_with_all_boxes_and_edges(report: Report) -> None:
+def test_the_svg_drawing_has_all_nodes_and_edges(report: Report) -> None:
     root = ElementTree.fromstring(graph_svg(report))
     space = "{http://www.w3.org/2000/svg}"
     kinds = [each.get("class") for each in root.iter() if each.tag != f"{space}text"]
@@ -223,7 +223,7 @@ def test_dot_names_each_node_once_and_escapes(report: Report) -> None:
     assert {end for edge in ends for end in edge} == set(made)
 
 
-def test_times_of_all_steps_are_positive(path: Path, tmp_path: Path) -> None:
+def test_measured_step_times_are_positive(path: Path, tmp_path: Path) -> None:
     needs_kernels()
     out = tmp_path / "times.json"
     for size in (["--tokens", "3"], ["--prompt", "--tokens", "20", "--context", "40"]):
@@ -243,7 +243,9 @@ def test_times_of_all_steps_are_positive(path: Path, tmp_path: Path) -> None:
             assert kind["gb_per_s"] == pytest.approx(kind["bytes"] / kind["seconds"] / 1e9)
 
 
-def test_more_than_fits_is_not_timed(source: ModelSource, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_do_not_fit_in_memory_are_not_timed(
+    source: ModelSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
     needs_kernels()
     device = replace(build.find_device("auto", "auto"), free_bytes=source.size_bytes + 10_000)
     monkeypatch.setattr(timing, "find_device", lambda *_: device)
@@ -251,7 +253,7 @@ def test_more_than_fits_is_not_timed(source: ModelSource, monkeypatch: pytest.Mo
         describe_graph(source, StepSize(64, 48, is_prompt=False), timed=True)
 
 
-def test_times_are_shown(path: Path) -> None:
+def test_measured_times_are_shown_in_the_table(path: Path) -> None:
     needs_kernels()
     result = run(str(path), "--graph", "--time")
     assert result.exit_code == 0, result.stderr
@@ -261,7 +263,7 @@ def test_times_are_shown(path: Path) -> None:
     assert parts == pytest.approx(float(rows["all steps"]), abs=0.001 * len(rows))
 
 
-def test_without_kernels_all_but_times_is_there(
+def test_without_kernels_everything_but_times_is_shown(
     source: ModelSource, report: Report, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def absent() -> None:
@@ -278,7 +280,7 @@ def test_without_kernels_all_but_times_is_there(
 
 
 @pytest.mark.seconds
-def test_no_framework_is_loaded(path: Path) -> None:
+def test_graph_commands_load_no_framework(path: Path) -> None:
     code = (
         "import sys; from engine.cli.commands import app\n"
         "try: app(sys.argv[1:])\n"
@@ -306,7 +308,9 @@ def test_no_framework_is_loaded(path: Path) -> None:
         (["--format", "svg"], "belong to --graph"),
     ],
 )
-def test_what_cannot_be_is_one_line(path: Path, arguments: list[str], says: str) -> None:
+def test_invalid_graph_arguments_are_one_error_line(
+    path: Path, arguments: list[str], says: str
+) -> None:
     result = run(str(path), *arguments)
     assert result.exit_code == 2 and result.stdout == ""
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
@@ -323,7 +327,7 @@ def test_models_without_a_graph_are_refused_by_name(source: ModelSource) -> None
 
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen2", "qwen3", "granite", "olmo2"])
-def test_every_family_folds_and_draws(family: str, tmp_path: Path) -> None:
+def test_graphs_of_every_family_can_be_folded_and_drawn(family: str, tmp_path: Path) -> None:
     config = tiny_config(family, num_layers=3)
     weights = random_weights(config)
     file = tmp_path / "m.gguf"

@@ -56,7 +56,7 @@ def test_equal_answers_are_identical_and_their_logprobs_are_compared():
 
 
 @pytest.mark.parametrize(("lead", "verdict"), [(0.2, "tie"), (0.3, "different")])
-def test_a_near_tie_is_told_from_a_difference_by_what_both_preferred(lead, verdict):
+def test_a_near_tie_is_a_divergence_whose_tokens_both_backends_rate_alike(lead, verdict):
     ours = answer(token("a"), token("x", -1.0, y=-1.0 - lead))
     theirs = answer(token("a"), token("y", -1.0, x=-1.2))
     found = compare_answers(ours, theirs, 0.45)
@@ -70,7 +70,7 @@ def test_a_near_tie_is_told_from_a_difference_by_what_both_preferred(lead, verdi
     assert found.distances == (0.0,)  # what follows a divergence is not compared
 
 
-def test_a_token_that_is_no_alternative_is_never_a_tie():
+def test_a_divergent_token_outside_the_alternatives_is_not_a_tie():
     ours = answer(token("x", -1.0, z=-1.1))
     theirs = answer(token("y", -1.0, z=-1.1))
     gap = compare_answers(ours, theirs, 0.5).divergence.gap
@@ -85,26 +85,26 @@ def test_a_gap_of_just_the_limit_is_a_tie():
     assert compare_answers(ours, theirs, 0.499).verdict == "different"
 
 
-def test_preferring_the_others_token_closes_no_gap():
+def test_a_gap_is_not_closed_if_a_backend_prefers_the_others_token():
     ours = answer(token("x", -1.0, y=-0.5))  # a penalty decided, and not the logprob
     theirs = answer(token("y", -1.0, x=-1.75))
     assert compare_answers(ours, theirs, 0.5).divergence.gap.nats == 0.75
 
 
-def test_a_gap_is_a_bound_if_one_side_of_it_is():
+def test_a_gap_with_one_bounded_side_is_a_bound():
     ours = answer(token("x", -1.0, z=-1.125))
     theirs = answer(token("y", -1.0, x=-1.125))
     found = compare_answers(ours, theirs, 0.5)
     assert found.divergence.gap.is_bound and found.verdict == "different"
 
 
-def test_part_of_a_character_is_the_same_token_with_its_bytes_and_without():
+def test_a_partial_character_token_compares_equal_with_and_without_bytes():
     ours = answer(TokenText("\ufffd", b"\xc3", -0.5), token("a"))
     theirs = answer(TokenText("\ufffd", "\ufffd".encode(), -0.75), token("a"))
     assert compare_answers(ours, theirs, 0.5).distances == (0.25, 0.0)
 
 
-def test_ending_early_is_a_divergence_that_can_be_a_tie():
+def test_an_early_end_is_a_divergence_that_can_be_a_near_tie():
     ours = answer(token("a"), token(STOP, -1.0, b=-1.1))
     theirs = answer(token("a"), token("b", -1.0, **{STOP: -1.1}), reason="length")
     assert compare_answers(ours, theirs, 0.5).verdict == "tie"
@@ -113,7 +113,7 @@ def test_ending_early_is_a_divergence_that_can_be_a_tie():
     assert (found.verdict, found.divergence.reference) == ("different", END)
 
 
-def test_without_logprobs_characters_decide_and_nothing_is_a_tie():
+def test_without_logprobs_texts_are_compared_and_nothing_is_a_tie():
     ours = answer(token("one"), token(" two"), token(" three"), logprobs=False)
     theirs = answer(token("one two"), token(" four"), logprobs=False)
     found = compare_answers(ours, theirs, 10.0)
@@ -135,14 +135,14 @@ def test_reasoning_and_calls_are_part_of_an_answer():
     assert made.said == "hm\nf {}"
 
 
-def test_an_answer_can_be_bounded():
+def test_the_length_of_compared_answers_can_be_bounded():
     made = ComparedAnswer(max_chars=5)
     for _ in range(3):
         made.add(TextEvent(0, "abc", 1))
     assert (made.said, made.is_cut, made.num_tokens) == ("abcab", True, 3)
 
 
-def test_words_name_backends_and_options_reach_them():
+def test_arguments_name_backends_and_options_reach_them():
     configured = {"fast": Contender("fast", "native", "m", {"backend_args": {"threads": 1}})}
     words = ["fast", "exact=native", "torch", "cloud=https://host/v1", "http://host:1/v1"]
     options = [
@@ -175,12 +175,12 @@ def test_words_name_backends_and_options_reach_them():
         (["native"], ["native.port=1", "native.port.x=1"], "'port' is no table"),
     ],
 )
-def test_mistakes_in_words_are_named(words, options, complaint):
+def test_invalid_backend_arguments_are_named(words, options, complaint):
     with pytest.raises(ConfigError, match=complaint):
         find_contenders(words, options, "m", {})
 
 
-def test_prompts_are_text_or_json_by_the_files_name(tmp_path):
+def test_prompt_files_are_text_or_json_by_extension(tmp_path):
     text = tmp_path / "a.txt"
     text.write_text('"quoted"\n\n{"prompt": 1}\n')
     assert [each.content for each in read_prompts(text)] == ['"quoted"', '{"prompt": 1}']
@@ -202,7 +202,7 @@ def test_prompts_are_text_or_json_by_the_files_name(tmp_path):
     "line",
     ["{", "1", "{}", '{"prompt": ""}', '{"prompt": "a", "n": 2}', "[]", '[{"role": "tool"}]'],
 )
-def test_a_wrong_line_is_named(tmp_path, line):
+def test_an_invalid_prompt_line_is_named(tmp_path, line):
     path = tmp_path / "a.jsonl"
     path.write_text('"fine"\n' + line)
     with pytest.raises(InvalidRequestError, match="line 2"):
@@ -243,7 +243,7 @@ def run_cli(tmp_path, backends: str, *arguments: str):
     return CliRunner(env={"COLUMNS": "100"}).invoke(app, given)
 
 
-def test_the_command_reports_each_backend_and_says_whether_they_agree(
+def test_compare_reports_each_backend_and_whether_they_agree(
     tmp_path, fakes: Mapping[str, FakeBackend]
 ):
     fakes["native"] = scripted([token("a", -0.5), token("b", -1.0, c=-1.1)])
@@ -288,14 +288,14 @@ def test_a_backend_that_fails_is_reported_and_the_others_go_on(tmp_path, fakes):
     assert gone.exit_code == 1 and "error: it is gone" in gone.output
 
 
-def test_mistakes_are_told_before_anything_is_started(tmp_path, fakes):
+def test_argument_errors_are_reported_before_any_backend_starts(tmp_path, fakes):
     fakes["native"] = scripted([token("a")])
     assert run_cli(tmp_path, "native").exit_code == 2
     assert run_cli(tmp_path, "native,nobody").exit_code == 2
     assert not fakes["native"].requests
 
 
-async def test_backends_never_run_side_by_side_and_failed_requests_are_counted():
+async def test_backends_run_one_after_the_other_and_failures_are_counted():
     running: list[str] = []
 
     class Watched(FakeBackend):
@@ -319,7 +319,7 @@ async def test_backends_never_run_side_by_side_and_failed_requests_are_counted()
     assert "not now" in str(trials[1].failure)
 
 
-async def test_what_a_backend_lacks_is_not_asked_for_and_told(tmp_path):
+async def test_features_that_a_backend_lacks_are_not_compared_and_are_reported(tmp_path):
     path = tmp_path / "p.txt"
     path.write_text("one")
     fake = FakeBackend()

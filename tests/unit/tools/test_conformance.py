@@ -51,7 +51,7 @@ def test_rules_are_complete_and_their_ids_unique():
         assert not rule.sees.endswith("."), f"{rule.id}: it is put into a sentence"
 
 
-def test_our_server_keeps_the_rules_that_need_no_model(served):
+def test_our_server_passes_the_rules_that_need_no_model(served):
     named = [part for group in OVER_THE_FAKE for part in ("--only", group)]
     done = run_cli(served.url, "--json", *named)
     report = json.loads(done.stdout)
@@ -63,7 +63,7 @@ def test_our_server_keeps_the_rules_that_need_no_model(served):
     assert sum(report["summary"].values()) == len(report["rules"])
 
 
-def test_the_table_names_rule_fault_and_client(served):
+def test_the_report_names_rule_failure_and_client(served):
     done = run_cli(f"{served.url}/v1/", "--only", "models", "--model", "nobody/knows-this")
     assert done.exit_code == 1
     (line,) = [line for line in done.stdout.splitlines() if "MOD-03" in line]
@@ -72,14 +72,14 @@ def test_the_table_names_rule_fault_and_client(served):
     assert "failed" in done.stdout.splitlines()[-1]
 
 
-async def test_a_group_that_is_not_there_is_skipped_unless_named():
+async def test_a_rule_group_without_endpoint_is_skipped_unless_named():
     absent = status(404, lambda outgoing: outgoing.path == "/v1/embeddings")
     for only, outcome in (([], "skipped"), (["embeddings"], "fail")):
         results = await run_on(absent, only)
         assert {r.outcome for r in results if r.rule.group == "embeddings"} == {outcome}
 
 
-def test_mistakes_on_the_command_line_say_what_to_change(served):
+def test_conformance_argument_errors_say_what_to_change(served):
     unknown = run_cli(served.url, "--only", "smells")
     assert unknown.exit_code == 2 and "Groups: errors, models" in unknown.output
     nobody = run_cli("http://127.0.0.1:1")
@@ -89,7 +89,7 @@ def test_mistakes_on_the_command_line_say_what_to_change(served):
     assert no_key.exit_code == 2 and "can't be read" in no_key.output
 
 
-def test_with_a_key_and_cors_their_rules_are_run(tmp_path):
+def test_rules_for_keys_and_cors_run_if_configured(tmp_path):
     key = "k" * 32
     (tmp_path / "key").write_text(key)
     with live_server(server={"api_key": key, "enable_cors": True}) as server:
@@ -100,20 +100,20 @@ def test_with_a_key_and_cors_their_rules_are_run(tmp_path):
     assert set(rules.values()) == {"pass"}, rules
 
 
-def test_an_address_is_taken_with_and_without_v1():
+def test_the_server_url_may_end_with_v1():
     for url in ("http://host:1", "http://host:1/", "http://host:1/v1", "http://host:1/v1/"):
         assert root_of(url) == "http://host:1"
     with pytest.raises(InvalidRequestError):
         root_of("host:1")
 
 
-async def test_the_key_is_sent():
+async def test_the_api_key_is_sent_to_the_tested_server():
     async with new_client("http://host", "secret", 5) as client:
         assert client.headers["authorization"] == "Bearer secret"
         assert client.headers["x-stainless-lang"] == "python"
 
 
-async def test_a_server_without_models_needs_a_name():
+async def test_a_server_that_lists_no_models_needs_a_model_name():
     transport = httpx.ASGITransport(app=TinyServer(put("data", [])).app)
     async with httpx.AsyncClient(transport=transport, base_url="http://tiny") as client:
         with pytest.raises(InvalidRequestError, match="--model"):
@@ -143,7 +143,7 @@ def endings() -> Group:
     return group
 
 
-async def test_how_rules_end():
+async def test_outcomes_of_rules_that_pass_fail_advise_and_skip():
     async with new_client("http://host", None, 5) as client:
         target = Target(client, "m", None)
         results = [await run_rule(rule, target) for rule in endings().rules]
@@ -153,7 +153,7 @@ async def test_how_rules_end():
     assert counts(results) == {"pass": 1, "fail": 2, "advice": 2, "skipped": 1}
 
 
-async def test_what_several_rules_look_at_is_fetched_once():
+async def test_shared_requests_of_several_rules_are_sent_once():
     calls = []
 
     async def fail():
@@ -168,7 +168,7 @@ async def test_what_several_rules_look_at_is_fetched_once():
     assert calls == [1]
 
 
-def test_what_a_server_says_is_only_text():
+def test_server_text_is_escaped_in_the_report():
     (rule,) = endings().rules[1:2]
     console = Console(width=200)
     with console.capture() as captured:
@@ -176,7 +176,7 @@ def test_what_a_server_says_is_only_text():
     assert "[red]x[/red] [2J. some client: something odd" in captured.get()
 
 
-def test_reading_events():
+def test_sse_events_are_parsed():
     raw = b': note\r\nevent: a\r\ndata: {"x":\r\ndata: 1}\r\n\r\ndata: [DONE]\n\n'
     stream = read_stream(httpx.Headers(), raw)
     assert [(event.name, event.data) for event in stream.events] == [

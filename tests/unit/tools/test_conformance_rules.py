@@ -59,7 +59,7 @@ async def outcomes(fault: Fault, rule_ids: list[str]) -> dict[str, Result]:
         return {id: await run_rule(RULES[id], target) for id in rule_ids}
 
 
-async def test_a_server_that_keeps_every_rule_passes_all_of_them():
+async def test_a_conforming_server_passes_every_rule():
     async with client_of() as client:
         results = await run_rules(await find_target(client, None), GROUPS)
     assert {r.rule.id: r.detail for r in results if r.outcome != "pass"} == {}
@@ -357,7 +357,7 @@ PRIMERS = {"PAR-68"}  # runs first, for the 429 that ROB-08 judges
 
 
 @pytest.mark.parametrize("number", range(len(FAULTS)), ids=lambda n: FAULTS[n][1][:40])
-async def test_a_fault_is_found(number):
+async def test_a_planted_fault_fails_its_rule(number):
     fault, broken = FAULTS[number]
     results = await outcomes(fault, broken.split())
     missed = {id: (r.outcome, r.detail) for id, r in results.items() if r.outcome == "pass"}
@@ -366,6 +366,6 @@ async def test_a_fault_is_found(number):
     assert not skipped
 
 
-def test_every_rule_can_fail():
+def test_every_conformance_rule_can_fail():
     breakable = {id for _, broken in FAULTS for id in broken.split()}
     assert breakable == set(RULES)

@@ -48,7 +48,7 @@ def items_of(tmp_path, *lines, check=None):
         ({"messages": [{"role": "assistant", "content": "x"}], "answer": "x"}, "of the user"),
     ],
 )
-def test_a_wrong_line_is_refused_with_its_number(tmp_path, line, reason):
+def test_an_invalid_evaluation_line_is_refused_with_its_number(tmp_path, line, reason):
     with pytest.raises(InvalidRequestError, match="line 3: ") as caught:
         items_of(tmp_path, ASKED | {"answer": "x"}, "", line)
     assert reason in str(caught.value)
@@ -62,7 +62,7 @@ def test_choices_are_named_by_text_letter_or_index(tmp_path):
     assert [each.check for each in items] == [ChoiceCheck(("a!", "b"), 1)] * 3
 
 
-def test_texts_are_compared_by_their_words():
+def test_exact_and_contains_scores_compare_words():
     assert is_exact(" The Eiffel\n tower. ", "Eiffel Tower")
     assert not is_exact("Eiffel Towers", "Eiffel Tower")
     assert contains("It is in Paris, France.", "paris")
@@ -71,7 +71,7 @@ def test_texts_are_compared_by_their_words():
     assert not is_exact("The", "A") and not contains("The answer is B.", "A")
 
 
-def test_numbers_are_read_from_answers_in_any_form():
+def test_numbers_are_extracted_from_answers_in_any_form():
     for text in ("so 5 #### 1,300", "#### $1300.0 dollars", "It is 7, no, 1,300.", "####1300 7"):
         assert predicted_number(text) == Decimal(1300), text
     assert predicted_number("#### -4") == -4
@@ -79,7 +79,7 @@ def test_numbers_are_read_from_answers_in_any_form():
     assert marked_number("It is 7.") is None
 
 
-def test_a_schema_reads_code_fences_and_compares_values(tmp_path):
+def test_schema_scores_read_code_fences_and_compare_values(tmp_path):
     schema = {"type": "object", "required": ["a"], "properties": {"a": {"type": "integer"}}}
     (item,) = items_of(tmp_path, ASKED | {"schema": schema, "answer": {"a": 1}})
     assert scores_of(item, 'Here:\n```json\n{"a": 1}\n```') == {"schema": True, "value": True}
@@ -88,7 +88,7 @@ def test_a_schema_reads_code_fences_and_compares_values(tmp_path):
     assert scores_of(item, "no") == {"schema": False, "value": False}
 
 
-def test_only_the_tokens_of_a_continuation_are_summed():
+def test_only_the_logprobs_of_the_continuation_are_summed():
     def token(text, logprob, in_text=True):
         return TokenText(text, text.encode(), logprob, in_text=in_text)
 
@@ -100,7 +100,7 @@ def test_only_the_tokens_of_a_continuation_are_summed():
     assert _sum_after(len("ä ".encode()), "ä b c", (*tokens, generated)) == -3.0
 
 
-def test_intervals_and_chance_are_those_of_the_textbooks():
+def test_confidence_intervals_and_p_values_equal_the_textbook():
     low, high = Share(8, 10).interval
     assert (round(low, 3), round(high, 3)) == (0.490, 0.943)
     assert Difference("a", "b", 0, 5).chance == 2 / 2**5
@@ -127,7 +127,7 @@ def test_two_models_are_compared_on_the_same_questions(tmp_path, monkeypatch):
     assert line.startswith("only b right: 2; only a right: 1;")
 
 
-def test_a_judge_decides_and_is_demanded(tmp_path, monkeypatch):
+def test_judged_questions_need_a_judge_model(tmp_path, monkeypatch):
     lines = [ASKED | {"criteria": "It is a city."}]
     reason = " ".join(["It is."] * 16)  # longer than an answer may be
     verdict = json.dumps({"reason": reason, "verdict": "right"})

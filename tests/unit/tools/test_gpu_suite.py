@@ -33,14 +33,14 @@ def few_prompts(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
 
 @pytest.mark.seconds
-def test_the_fast_path_agrees_with_the_reference(few_prompts: int) -> None:
+def test_the_gpu_path_agrees_with_the_reference(few_prompts: int) -> None:
     checks = [greedy_check("tiny", "cpu", "auto"), *drift_checks("tiny", "cpu", "auto")]
     assert [check.name for check in checks if not check.passed] == []
     assert f"{few_prompts} of {few_prompts} prompts equal" in checks[0].detail
 
 
 @pytest.mark.seconds
-def test_attention_that_is_a_little_wrong_is_seen(
+def test_slightly_wrong_attention_is_detected(
     few_prompts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = F.scaled_dot_product_attention
@@ -64,7 +64,7 @@ def test_prompts_have_many_lengths_and_some_share_a_prefix() -> None:
     assert len({tuple(ids[:300]) for ids in lists[-20:]}) == 1
 
 
-def test_drift_counts_equal_tokens_only() -> None:
+def test_logit_drift_is_measured_over_equal_tokens_only() -> None:
     assert common_length([1, 2, 3], [1, 2, 4]) == 2
     assert common_length([1, 2], [1, 2]) == 2
     found = drift([(-1.0, -1.5), (-2.0, -1.75)])
@@ -72,7 +72,7 @@ def test_drift_counts_equal_tokens_only() -> None:
     assert drift([]).count == 0
 
 
-def test_every_stage_names_what_exists(tmp_path: Path) -> None:
+def test_every_gpu_suite_stage_names_existing_modules(tmp_path: Path) -> None:
     found = stages(["llama-1b", "llama-8b"], tmp_path, "cuda", 3)
     assert len(found) == 7
     for stage in found:
@@ -83,14 +83,14 @@ def test_every_stage_names_what_exists(tmp_path: Path) -> None:
         assert all((ROOT / word).exists() for word in files)
 
 
-def test_a_stage_that_fails_is_told_with_its_last_line(tmp_path: Path) -> None:
+def test_a_failed_gpu_suite_stage_is_reported_with_its_last_line(tmp_path: Path) -> None:
     wrong = run(Stage("wrong", ("-c", "print('first'); raise SystemExit('the reason')")), tmp_path)
     assert (wrong.passed, wrong.last_line) == (False, "the reason")
     assert (tmp_path / "wrong.txt").read_text() == "first\nthe reason\n"
     assert summary([wrong]).row_count == 1
 
 
-def test_reports_are_told_in_a_line(tmp_path: Path) -> None:
+def test_gpu_suite_reports_are_summarized_in_one_line(tmp_path: Path) -> None:
     workloads = {
         "rows": [
             {"name": "single", "meets_bar": True},

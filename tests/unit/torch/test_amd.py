@@ -44,7 +44,7 @@ def fresh_answers() -> Iterator[None]:
         each.cache_clear()
 
 
-def test_an_amd_gpu_is_no_hopper_although_its_numbers_say_so(
+def test_an_amd_gpu_is_not_taken_for_a_hopper(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The capability of an MI250 is that of an H100."""
@@ -58,7 +58,7 @@ def test_an_amd_gpu_is_no_hopper_although_its_numbers_say_so(
     gpu.prefer_cublaslt()
 
 
-def test_a_hopper_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hopper_gpu_keeps_its_features(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_gpu(monkeypatch, None, "NVIDIA H200", (9, 0))
     assert gpu.is_hopper(GPU) and gpu.has_fp8(GPU) and gpu.has_scaled_gemm(GPU)
     assert hopper.lines_of_tile(128, 4, 16, torch.bfloat16) == 128
@@ -108,7 +108,7 @@ def test_the_driver_describes_amd_gpus(cards: Path) -> None:
     assert amd_gpus() == []
 
 
-def test_doctor_names_an_amd_gpu_and_the_build_that_it_needs(
+def test_doctor_names_an_amd_gpu_and_the_pytorch_build_it_needs(
     cards: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, _ = doctor._gpus()
@@ -121,7 +121,7 @@ def test_doctor_names_an_amd_gpu_and_the_build_that_it_needs(
 
 
 @pytest.mark.parametrize(("is_rocm", "backend"), [(True, "torch"), (False, "native")])
-def test_an_amd_gpu_is_used_if_pytorch_can(
+def test_an_amd_gpu_is_used_if_pytorch_supports_it(
     is_rocm: bool, backend: str, cards: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpus, "version", lambda name: "2.9.0+rocm6.4" if is_rocm else "2.9.0")

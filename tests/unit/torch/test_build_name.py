@@ -46,14 +46,16 @@ def modules_of(found: object) -> set[str]:
 @pytest.mark.parametrize(
     ("name", "messages"), [("nodes", FromNode | ToNode), ("shards", RankSetup)]
 )
-def test_every_module_of_a_message_decides_the_build(name, messages, monkeypatch) -> None:
+def test_every_module_that_defines_messages_affects_the_build_name(
+    name, messages, monkeypatch
+) -> None:
     modules = modules_of(msgspec.inspect.type_info(messages))
     files = {Path(sys.modules[each].__file__ or "") for each in modules}
     assert len(files) > 1 and files <= files_of(BUILDS[name], monkeypatch)
 
 
 @pytest.mark.parametrize("name", BUILDS)
-def test_another_source_of_the_same_version_is_another_build(name, monkeypatch) -> None:
+def test_a_changed_source_file_changes_the_build_name(name, monkeypatch) -> None:
     ours, real = BUILDS[name](), Path.read_bytes
     for changed in files_of(BUILDS[name], monkeypatch):
 

@@ -7,7 +7,7 @@ import numpy as np
 from engine.torch.execution import blocks
 
 
-def test_a_row_is_used_again_when_nobody_refers_to_it(monkeypatch) -> None:
+def test_a_pinned_row_is_reused_when_unreferenced(monkeypatch) -> None:
     monkeypatch.setattr(blocks, "SLAB_BYTES", 64)
     new_row = blocks.PinnedRows(pins=False)
     rows = [new_row(16) for _ in range(4)]

@@ -112,20 +112,22 @@ def test_unusable_settings_are_refused_by_name(changes, word):
         ({"qk_norm": "head", "rope": None}, {}, "norms per head"),
     ],
 )
-def test_what_has_no_fixed_order_of_sums_is_refused_on_a_gpu(model, runner, word) -> None:
+def test_settings_without_a_fixed_summation_order_are_refused_for_invariant_numerics(
+    model, runner, word
+) -> None:
     with pytest.raises(ConfigError, match=word):
         given = source(replace(MODEL, **model))
         check_invariant(given, replace(RUNNER, **runner), torch.device("cuda"))
     check_invariant(source(), RUNNER, torch.device("cuda"))
 
 
-def test_an_amd_gpu_has_no_fixed_order_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invariant_numerics_are_refused_on_amd_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.4.0")
     with pytest.raises(ConfigError, match="AMD"):
         check_invariant(source(), RUNNER, torch.device("cuda"))
 
 
-def test_learned_positions_bound_the_length():
+def test_learned_positions_bound_the_context_length():
     with pytest.raises(ConfigError, match="learned positions"):
         build_runner(source(replace(MODEL, rope=None)), replace(RUNNER, max_seq_len=65))
 
@@ -138,7 +140,7 @@ def test_learned_positions_bound_the_length():
         ({"layers.0.mlp.up.weight": Array(23, 16)}, r"layers\.0\.mlp\.up\.weight.*\(24, 16\)"),
     ],
 )
-def test_a_checkpoint_that_does_not_fit_names_the_weight(changes, word):
+def test_a_checkpoint_with_a_wrong_shape_names_the_weight(changes, word):
     with pytest.raises(ModelFormatError, match=word):
         build_runner(source(**changes), RUNNER)
 
@@ -164,7 +166,7 @@ def test_rope_factors_divide_frequencies():
             build_runner(source(config, **wrong), RUNNER)
 
 
-def test_a_step_without_sampling_rows_and_a_penalty_on_the_token_in_flight():
+def test_a_step_may_sample_no_rows_and_penalties_count_the_token_in_flight():
     runner = build_runner(source(), RUNNER)
     assert runner.spec.depth == 0
     driver = RunnerDriver(runner)
@@ -187,7 +189,7 @@ def test_a_step_without_sampling_rows_and_a_penalty_on_the_token_in_flight():
     assert len(set(drawn)) == len(drawn) == 21
 
 
-def test_the_host_waits_for_the_device_in_one_place():
+def test_only_wait_synchronizes_with_the_device():
     """`.item()` and its kin stall the queue; `numpy()` on a result is `wait`'s alone. An encoder
     has no queue: each batch or image is done when its vectors are there. A profile waits on
     purpose.

@@ -70,12 +70,12 @@ def surviving(logits: torch.Tensor, temperature: float, k: int, p: float, m: flo
     p=st.sampled_from([1.0, 0.999, 0.9, 0.5, 0.1, 1e-6]),
     m=st.sampled_from([0.0, 0.01, 0.3, 1.0]),
 )
-def test_filters_keep_what_the_oracle_keeps(seed, temperature, k, p, m):
+def test_top_k_top_p_and_min_p_keep_the_oracles_tokens(seed, temperature, k, p, m):
     logits = logits_of(1, seed)[0]
     assert surviving(logits, temperature, k, p, m) == oracle_kept(logits, temperature, k, p, m)
 
 
-def test_filters_keep_every_tie():
+def test_top_k_top_p_and_min_p_keep_every_tie():
     logits = torch.tensor([2.0, 1.0, 1.0, 1.0, -3.0])
     assert surviving(logits, 1.0, 2, 1.0, 0.0) == {0, 1, 2, 3}
     assert surviving(logits, 1.0, 0, 0.6, 0.0) == {0, 1, 2, 3}
@@ -120,7 +120,7 @@ def test_penalties_equal_the_oracle(seed, prompt, output, repetition, presence, 
     np.testing.assert_allclose(got.numpy(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_order_bias_then_mask_then_temperature():
+def test_bias_mask_and_temperature_are_applied_in_this_order():
     """A mask beats any bias, and a bias counts before the temperature divides."""
     logits = torch.zeros(2, VOCAB)
     allowed = np.zeros((2, 3), np.uint32)
@@ -135,7 +135,7 @@ def test_order_bias_then_mask_then_temperature():
     assert drawn[1] == 37
 
 
-def test_highest_bit_of_a_mask_word_and_the_last_token():
+def test_masks_apply_to_the_highest_bit_and_the_last_token():
     mask = np.zeros((1, 3), np.uint32)
     mask[0, 0], mask[0, 2] = 1 << 31, 1 << 2
     masked = sampler.apply_mask(torch.zeros(1, VOCAB), mask)
@@ -151,7 +151,7 @@ def test_banned_tokens_are_never_drawn():
         assert int(drawn) != best
 
 
-def test_mixed_batch_greedy_rows_take_the_maximum():
+def test_greedy_rows_of_a_mixed_batch_take_the_argmax():
     logits = logits_of(4)
     tokens = run(logits, plan(4, temperature=[0, 1.0, 0, 1.0], top_k=[3, 0, 1, 2])).tokens
     assert tokens[0] == logits[0].argmax()
@@ -160,7 +160,7 @@ def test_mixed_batch_greedy_rows_take_the_maximum():
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_a_row_never_depends_on_its_neighbours(data):
+def test_sampling_of_a_row_never_depends_on_the_other_rows(data):
     """Alone, or among rows that sort, mask, penalise and draw: the same token."""
     rows = 5
     options = {
@@ -181,7 +181,7 @@ def test_a_row_never_depends_on_its_neighbours(data):
         assert run(logits[row : row + 1], alone).tokens[0] == together[row]
 
 
-def test_a_draw_is_keyed_by_seed_choice_and_position():
+def test_sampling_is_keyed_by_seed_choice_and_position():
     base = {"seed": [3], "choice": [1], "temperature": [1.0]}
     flat = torch.zeros(1, VOCAB)
 
@@ -196,7 +196,7 @@ def test_a_draw_is_keyed_by_seed_choice_and_position():
         assert len(tokens) > 55, "200 uniform draws of 67 tokens miss few"
 
 
-def test_draws_follow_the_distribution():
+def test_sampled_tokens_follow_the_distribution():
     """20,000 draws: each frequency within five standard deviations of its probability."""
     probs = np.array([0.5, 0.25, 0.15, 0.07, 0.03])
     count = 20_000
@@ -207,7 +207,7 @@ def test_draws_follow_the_distribution():
     assert (np.abs(frequencies - probs) < 5 * np.sqrt(probs * (1 - probs) / count)).all()
 
 
-def test_noise_is_that_of_the_integer_oracle():
+def test_sampling_noise_equals_the_integer_oracle():
     """The words of another device, or of another framework, must come out the same."""
     keys = row_keys(np.array([7, -1]), np.array([0, 3]), np.array([5, 900]))
     words = token_words(VOCAB)
@@ -223,7 +223,7 @@ def test_noise_is_that_of_the_integer_oracle():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_logprobs_are_the_models_own(temperature):
+def test_logprobs_are_the_models_before_sampling_parameters(temperature):
     """Whatever penalties, bias and temperature did to the draw."""
     logits = logits_of(2)
     before = logits.clone()

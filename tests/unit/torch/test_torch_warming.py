@@ -50,7 +50,7 @@ class RecordingRunner:
         self.captured.append(size)
 
 
-def test_all_kernels_are_compiled_and_usual_graphs_captured(
+def test_warm_up_compiles_all_kernels_and_captures_the_usual_graphs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     runner = RecordingRunner()
@@ -86,7 +86,9 @@ def _double(x_ptr, out_ptr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     tl.store(out_ptr + index, 2 * tl.load(x_ptr + index))
 
 
-def test_a_launch_compiles_its_kernel_and_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warm_up_launch_compiles_its_kernel_without_running_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     launched: list[str] = []
     there = SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", 90, 32),
@@ -112,7 +114,7 @@ def test_a_launch_compiles_its_kernel_and_is_left_out(monkeypatch: pytest.Monkey
     assert len(kernels) == 1 and launched
 
 
-def test_stored_bytes_reach_the_device_in_pieces(
+def test_stored_weights_are_copied_to_the_device_in_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done = SimpleNamespace(synchronize=lambda: None, record=lambda: None)
@@ -130,7 +132,7 @@ def test_stored_bytes_reach_the_device_in_pieces(
     uploader.close()
 
 
-def test_weights_that_need_a_conversion_are_read_on_the_host(tmp_path: Path) -> None:
+def test_weights_that_need_conversion_are_read_on_the_host(tmp_path: Path) -> None:
     _, path = tiny_models.save("gpt2", tmp_path)  # its matrices are stored transposed
     weight = open_model(path).weights["layers.0.attn.o.weight"]
     assert not upload.can_upload(weight, torch.device("cuda"))

@@ -42,7 +42,7 @@ def float32_eps(config: ModelConfig) -> ModelConfig:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_hugging_face_through_gguf_and_back_is_the_same(family: str, tmp_path: Path) -> None:
+def test_a_checkpoint_converted_to_gguf_and_back_is_identical(family: str, tmp_path: Path) -> None:
     config = write_hf(tmp_path / "hf", family)
     convert(tmp_path / "hf", tmp_path / "model.gguf", dtype="F32")
     convert(tmp_path / "model.gguf", tmp_path / "back")
@@ -61,7 +61,7 @@ def test_hugging_face_through_gguf_and_back_is_the_same(family: str, tmp_path: P
     assert texts[0].specials == texts[1].specials
 
 
-def test_what_a_file_says_of_itself_comes_along(tmp_path: Path) -> None:
+def test_metadata_of_a_model_survives_conversion(tmp_path: Path) -> None:
     write_hf(tmp_path / "hf", "llama")
     convert(tmp_path / "hf", tmp_path / "model.gguf")
     model = open_source(tmp_path / "model.gguf")
@@ -73,7 +73,7 @@ def test_what_a_file_says_of_itself_comes_along(tmp_path: Path) -> None:
     assert {key: found[key] for key in stated} == stated
 
 
-def test_the_gguf_package_reads_what_is_written(tmp_path: Path) -> None:
+def test_the_gguf_package_reads_our_gguf_files(tmp_path: Path) -> None:
     """A reader that is not ours: alignment, types, metadata."""
     import gguf
 
@@ -95,7 +95,7 @@ def test_the_gguf_package_reads_what_is_written(tmp_path: Path) -> None:
     assert np.abs(values - expected).max() < np.abs(expected).max() / 100
 
 
-def test_types_are_chosen_row_by_row(tmp_path: Path) -> None:
+def test_quantization_types_depend_on_the_row_length(tmp_path: Path) -> None:
     """Blocks must fill rows: 256 values of Q4_K, 32 of others; logits keep eight bits."""
     write_hf(tmp_path / "hf", "llama", intermediate_size=256, tie_embeddings=True)
     convert(tmp_path / "hf", tmp_path / "q4_k.gguf", dtype="Q4_K")
@@ -113,7 +113,7 @@ def test_types_are_chosen_row_by_row(tmp_path: Path) -> None:
     assert (types["embed.weight"], types["head.weight"]) == ("Q4_0", "Q8_0")
 
 
-def test_mixes_have_llama_cpps_types(tmp_path: Path) -> None:
+def test_quantization_mixes_use_llama_cpps_types(tmp_path: Path) -> None:
     """Of nine layers, 0, 7 and 8 are the first and last eighth; 3 and 6 are every third between."""
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_layers": 9, "head_dim": 32}
     write_hf(tmp_path / "hf", "llama", **sizes, num_heads=8, num_kv_heads=2)
@@ -144,7 +144,7 @@ def test_mixes_have_llama_cpps_types(tmp_path: Path) -> None:
     assert plain["blk.1.ffn_down.weight"] == "IQ4_XS"
 
 
-def test_importance_matrices_are_checked(tmp_path: Path) -> None:
+def test_importance_matrices_are_validated(tmp_path: Path) -> None:
     write_hf(tmp_path / "hf", "llama", intermediate_size=256)
     name, sums = "blk.0.ffn_down.weight", np.ones(256, np.float32)
     for case, found, message in (
@@ -169,7 +169,7 @@ def test_importance_matrices_are_checked(tmp_path: Path) -> None:
         write_importance(tmp_path / "wide.gguf", {}, "text", 1, 512)
 
 
-def test_without_a_type_stored_bits_are_kept(tmp_path: Path) -> None:
+def test_without_a_type_the_stored_bits_are_copied(tmp_path: Path) -> None:
     """Also where rows change places, as a llama's do on their way into a GGUF file."""
     write_hf(tmp_path / "hf", "llama")
     convert(tmp_path / "hf", tmp_path / "bf16", dtype="BF16")
@@ -189,7 +189,7 @@ def test_without_a_type_stored_bits_are_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_llama2c_goes_everywhere_and_back(tied: bool, tmp_path: Path) -> None:
+def test_llama2c_models_convert_to_every_format_and_back(tied: bool, tmp_path: Path) -> None:
     config = write_llama2c(tmp_path / "c", tied)
     start = tmp_path / "c" / "model.bin"
     convert(start, tmp_path / "model.gguf")
@@ -220,7 +220,7 @@ def test_llama2c_goes_everywhere_and_back(tied: bool, tmp_path: Path) -> None:
         assert ours.encode_prompt(TEXT) == reference.encode_prompt(TEXT)
 
 
-def test_both_spellings_of_byte_pieces_are_read(tmp_path: Path) -> None:
+def test_both_spellings_of_byte_tokens_are_read(tmp_path: Path) -> None:
     write_llama2c(tmp_path / "new", tied=True)
     write_llama2c(tmp_path / "old", tied=True, bytes_as_themselves=True)
     found = [
@@ -238,7 +238,7 @@ ROPES = [
 
 
 @pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope.kind)
-def test_rotary_rules_survive(rope: RopeConfig, tmp_path: Path) -> None:
+def test_rope_settings_survive_conversion(rope: RopeConfig, tmp_path: Path) -> None:
     config = write_hf(tmp_path / "hf", "llama", rope=RopeConfig(rope.theta, 16))
     config = replace(config, rope=rope, max_position=256)
     (tmp_path / "hf" / "config.json").write_text(json.dumps(hf_config(config, "float32")))
@@ -249,7 +249,7 @@ def test_rotary_rules_survive(rope: RopeConfig, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_configurations_read_back_as_they_were(family: str) -> None:
+def test_configs_written_and_read_back_are_equal(family: str) -> None:
     config = gguf_files.tiny_config(family)
     module = architecture(family)
     assert module.config_from_hf(hf_config(config, "float32")) == config
@@ -266,12 +266,14 @@ def test_configurations_read_back_as_they_were(family: str) -> None:
         ({"activation": "gelu"}, "cannot say that activation is gelu"),
     ],
 )
-def test_what_gguf_cannot_say_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_settings_that_gguf_cannot_express_are_refused(
+    changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ModelFormatError, match=message):
         gguf_metadata(gguf_files.tiny_config("llama", **changes))
 
 
-def test_mistakes_are_told_and_leave_nothing_behind(tmp_path: Path) -> None:
+def test_failed_conversions_are_reported_and_leave_no_files(tmp_path: Path) -> None:
     write_hf(tmp_path / "hf", "gpt2")
     write_llama2c(tmp_path / "c", tied=True)
     (tmp_path / "c2").mkdir()
@@ -296,7 +298,7 @@ def test_mistakes_are_told_and_leave_nothing_behind(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == there
 
 
-def test_a_target_appears_only_when_it_is_whole(
+def test_the_converted_file_appears_only_when_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_hf(tmp_path / "hf", "llama")
@@ -311,7 +313,7 @@ def test_a_target_appears_only_when_it_is_whole(
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-def test_a_disk_that_is_too_small_is_noticed_before(
+def test_too_little_disk_space_is_noticed_before_converting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_hf(tmp_path / "hf", "llama")
@@ -320,7 +322,7 @@ def test_a_disk_that_is_too_small_is_noticed_before(
         convert(tmp_path / "hf", tmp_path / "x.gguf")
 
 
-def test_other_bin_files_are_still_refused(tmp_path: Path) -> None:
+def test_pytorch_bin_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"PK\x03\x04" + bytes(64))
     with pytest.raises(ModelFormatError, match="of .bin files, only those are read"):
         convert(tmp_path / "pytorch_model.bin", tmp_path / "x.gguf")

@@ -68,7 +68,7 @@ def write(folder: Path, steps: Any = STEPS, **pooling: Any) -> None:
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
 
 
-def test_a_checkpoint_that_says_nothing_pools_by_the_mean(folder: Path) -> None:
+def test_an_encoder_without_pooling_files_uses_mean_pooling(folder: Path) -> None:
     assert encoder_of(folder) == EncoderConfig(2, max_tokens=16, pooling="mean", normalizes=True)
 
 
@@ -81,14 +81,16 @@ def test_a_checkpoint_that_says_nothing_pools_by_the_mean(folder: Path) -> None:
         ({"pooling_mode": "cls"}, "cls"),
     ],
 )
-def test_the_files_decide_on_pooling(folder: Path, settings: dict[str, Any], pooling: str) -> None:
+def test_pooling_files_decide_how_an_encoder_pools(
+    folder: Path, settings: dict[str, Any], pooling: str
+) -> None:
     write(folder, **settings)
     assert (encoder_of(folder).pooling, encoder_of(folder).normalizes) == (pooling, True)
     write(folder, STEPS[:2], **settings)
     assert (encoder_of(folder).pooling, encoder_of(folder).normalizes) == (pooling, False)
 
 
-def test_texts_may_be_shorter_than_the_position_table(folder: Path) -> None:
+def test_the_maximum_text_length_may_be_below_the_position_table(folder: Path) -> None:
     limits = folder / "sentence_bert_config.json"
     limits.write_text('{"max_seq_length": 9, "do_lower_case": false}')
     assert encoder_of(folder).max_tokens == 9
@@ -114,7 +116,7 @@ def test_texts_may_be_shorter_than_the_position_table(folder: Path) -> None:
         ([STEPS[0] | {"path": "0_T"}, STEPS[1]], {"pooling_mode": "cls"}, "Transformer"),
     ],
 )
-def test_steps_that_are_not_computed_are_refused(
+def test_unsupported_sentence_transformers_modules_are_refused(
     folder: Path, steps: Any, pooling: dict[str, Any], message: str
 ) -> None:
     write(folder, steps, **pooling)
@@ -122,7 +124,7 @@ def test_steps_that_are_not_computed_are_refused(
         encoder_of(folder)
 
 
-def test_prompts_are_read(folder: Path) -> None:
+def test_sentence_transformers_prompts_are_read(folder: Path) -> None:
     prompts = folder / "config_sentence_transformers.json"
     assert open_model(folder).prompts == Prompts()
     prompts.write_text('{"default_prompt_name": "query", "prompts": {"query": "find: "}}')
@@ -131,7 +133,7 @@ def test_prompts_are_read(folder: Path) -> None:
     assert open_model(folder).prompts == Prompts()
 
 
-def test_settings_that_would_change_texts_are_refused(folder: Path) -> None:
+def test_settings_that_change_input_texts_are_refused(folder: Path) -> None:
     write(folder, pooling_mode="mean", include_prompt=False)
     with pytest.raises(ModelFormatError, match="include_prompt"):
         encoder_of(folder)
@@ -151,12 +153,12 @@ def test_settings_that_would_change_texts_are_refused(folder: Path) -> None:
         ("hidden_size", None),
     ],
 )
-def test_settings_that_change_the_arithmetic_are_refused(key: str, value: Any) -> None:
+def test_unsupported_encoder_settings_are_refused(key: str, value: Any) -> None:
     with pytest.raises(ModelFormatError, match=key):
         config_of(**{key: value})
 
 
-def test_decoders_are_no_encoders_and_gguf_is_refused_with_advice() -> None:
+def test_decoders_are_refused_as_encoders_and_gguf_with_advice() -> None:
     assert not is_encoder(tiny_config("llama"))
     with pytest.raises(ModelFormatError, match="safetensors only"):
         architecture("modernbert").config_from_gguf({})

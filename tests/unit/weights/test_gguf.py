@@ -42,7 +42,7 @@ def write(path: Path, **options: int) -> None:
 
 
 @pytest.mark.parametrize("use_mmap", [True, False])
-def test_values_are_those_written(tmp_path: Path, use_mmap: bool) -> None:
+def test_gguf_values_equal_those_written(tmp_path: Path, use_mmap: bool) -> None:
     path = tmp_path / "m.gguf"
     write(path)
     checkpoint = open_gguf(path, use_mmap)
@@ -73,13 +73,13 @@ def test_values_are_those_written(tmp_path: Path, use_mmap: bool) -> None:
         assert np.array_equal(stored.numpy(), VALUES + index)
 
 
-def test_version_2_is_read(tmp_path: Path) -> None:
+def test_gguf_version_2_is_read(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(assemble([], [tensor("t", [8])], bytes(32), version=2))
     assert open_gguf(path).tensors["t"].shape == (8,)
 
 
-def test_opening_touches_no_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_opening_a_gguf_reads_no_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "m.gguf"
     write(path)
     asked: list[tuple[int, int]] = []
@@ -97,7 +97,7 @@ def test_opening_touches_no_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not raw.flags.owndata and not raw.flags.writeable
 
 
-def test_views_outlive_close_but_new_ones_are_refused(tmp_path: Path) -> None:
+def test_tensor_views_outlive_close_but_new_ones_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     write(path)
     checkpoint = open_gguf(path)
@@ -119,23 +119,23 @@ class TestParts:
         return found
 
     @pytest.mark.parametrize("opened", [0, 1, 2])
-    def test_any_part_opens_the_whole(self, parts: list[Path], opened: int) -> None:
+    def test_any_part_of_a_split_gguf_opens_the_whole(self, parts: list[Path], opened: int) -> None:
         checkpoint = open_gguf(parts[opened])
         assert checkpoint.metadata["a.string"] == "naïve ☕"
         for index in range(6):
             assert np.array_equal(checkpoint.tensors[f"t{index}.weight"].numpy(), VALUES + index)
 
-    def test_missing_part(self, parts: list[Path]) -> None:
+    def test_a_missing_gguf_part_is_named(self, parts: list[Path]) -> None:
         parts[1].unlink()
         with pytest.raises(ModelError, match="00002-of-00003"):
             open_gguf(parts[0])
 
-    def test_part_under_the_wrong_number(self, parts: list[Path]) -> None:
+    def test_a_part_with_the_wrong_number_is_refused(self, parts: list[Path]) -> None:
         parts[1].write_bytes(parts[2].read_bytes())
         with pytest.raises(ModelFormatError, match=r"00002-of-00003.*split\.no"):
             open_gguf(parts[0])
 
-    def test_parts_hold_fewer_tensors_than_stated(self, parts: list[Path]) -> None:
+    def test_parts_with_fewer_tensors_than_stated_are_refused(self, parts: list[Path]) -> None:
         head = parts[0].read_bytes()
         count = b"split.tensors.count\x05\x00\x00\x00"
         assert count + b"\x06" in head
@@ -143,18 +143,18 @@ class TestParts:
         with pytest.raises(ModelFormatError, match=r"split\.tensors\.count is 7.* hold 6"):
             open_gguf(parts[0])
 
-    def test_a_tensor_in_two_parts(self, parts: list[Path]) -> None:
+    def test_a_tensor_in_two_parts_is_refused(self, parts: list[Path]) -> None:
         body = parts[2].read_bytes()
         parts[2].write_bytes(body.replace(b"t5.weight", b"t0.weight"))
         with pytest.raises(ModelFormatError, match=r"'t0\.weight' is also in another part"):
             open_gguf(parts[0])
 
-    def test_a_part_under_another_name(self, parts: list[Path]) -> None:
+    def test_a_renamed_part_of_a_set_is_refused(self, parts: list[Path]) -> None:
         renamed = parts[0].rename(parts[0].with_name("renamed.gguf"))
         with pytest.raises(ModelFormatError, match="part of a set"):
             open_gguf(renamed)
 
-    def test_a_part_number_that_cannot_be(self, parts: list[Path]) -> None:
+    def test_an_impossible_part_number_is_refused(self, parts: list[Path]) -> None:
         renamed = parts[0].rename(parts[0].with_name("m-00004-of-00003.gguf"))
         with pytest.raises(ModelFormatError, match="part 4 of 3"):
             open_gguf(renamed)

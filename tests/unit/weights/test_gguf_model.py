@@ -39,7 +39,9 @@ def stored_tiny(family: str = "llama", **changes: Any) -> Arrays:
         ("olmo2", {}),
     ],
 )
-def test_config_and_weights_come_back(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
+def test_gguf_config_and_weights_are_read(
+    tmp_path: Path, family: str, changes: dict[str, Any]
+) -> None:
     """Head tying and biases are nowhere in the metadata: the tensors tell."""
     config = tiny_config(family, **changes)
     if config.rope is not None:
@@ -57,7 +59,7 @@ def test_config_and_weights_come_back(tmp_path: Path, family: str, changes: dict
     assert source.size_bytes == sum(weight.nbytes for weight in source.weights.values())
 
 
-def test_row_order_reorders_stored_rows(tmp_path: Path) -> None:
+def test_permuted_rows_are_reordered(tmp_path: Path) -> None:
     """What a kernel that keeps rows quantized will use instead of `numpy`."""
     path = tmp_path / "m.gguf"
     write_gguf(path, tiny_config("llama"), stored_tiny())
@@ -85,7 +87,7 @@ def test_rows_of_a_fused_matrix_are_views_of_the_file(tmp_path: Path) -> None:
     assert raw.base is not None and not raw.flags.owndata
 
 
-def test_quantized_storage_is_named_by_most_bytes(tmp_path: Path) -> None:
+def test_the_named_quantization_is_the_one_with_most_bytes(tmp_path: Path) -> None:
     config = tiny_config("llama")
     stored: dict[str, Any] = dict(stored_tiny())
     path = tmp_path / "m.gguf"
@@ -102,7 +104,7 @@ def test_quantized_storage_is_named_by_most_bytes(tmp_path: Path) -> None:
     assert np.abs(decoded - stored["blk.0.ffn_up.weight"]).max() < 0.05
 
 
-def test_stored_frequency_factors_become_part_of_the_model(tmp_path: Path) -> None:
+def test_stored_rope_factors_are_weights_of_the_model(tmp_path: Path) -> None:
     config = tiny_config("llama")
     factors = np.linspace(1, 8, config.head_dim // 2, dtype=np.float32)
     path = tmp_path / "m.gguf"
@@ -118,7 +120,7 @@ def test_stored_frequency_factors_become_part_of_the_model(tmp_path: Path) -> No
         open_model(path)
 
 
-def test_a_directory_with_one_model(tmp_path: Path) -> None:
+def test_a_folder_with_one_gguf_opens(tmp_path: Path) -> None:
     config = tiny_config("llama")
     write_gguf(tmp_path / "m.gguf", config, stored_tiny(), split_max_tensors=8)
     assert open_model(tmp_path).config.num_layers == 2
@@ -127,7 +129,7 @@ def test_a_directory_with_one_model(tmp_path: Path) -> None:
         open_model(tmp_path)
 
 
-def test_places_without_a_model(tmp_path: Path) -> None:
+def test_paths_without_a_model_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no model at"):
         open_model(tmp_path / "absent.gguf")
     with pytest.raises(ModelError, match="holds no model"):
@@ -159,7 +161,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("extra", "message"), CONTRADICTIONS)
-def test_metadata_that_contradicts_the_tensors(
+def test_gguf_metadata_that_contradicts_the_tensors_is_refused(
     tmp_path: Path, extra: dict[str, Any], message: str
 ) -> None:
     path = tmp_path / "m.gguf"
@@ -169,7 +171,7 @@ def test_metadata_that_contradicts_the_tensors(
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
-def test_a_tensor_of_any_other_shape_is_refused_by_name(tmp_path: Path, family: str) -> None:
+def test_a_tensor_of_another_shape_is_refused_by_name(tmp_path: Path, family: str) -> None:
     """Turned around, a row short, a column short, or flat: each of the second layer's tensors."""
     config = tiny_config(family)
     stored = stored_tiny(family)
@@ -195,14 +197,14 @@ def test_heads_must_divide_the_hidden_size(tmp_path: Path) -> None:
         open_model(path)
 
 
-def test_tokenizer_of_another_length(tmp_path: Path) -> None:
+def test_a_vocabulary_size_that_differs_from_the_tokenizer_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     write_gguf(path, tiny_config("llama"), stored_tiny(), num_tokens=39)
     with pytest.raises(ModelFormatError, match=r"tokens has 39 entries for a vocabulary of 40"):
         open_model(path)
 
 
-def test_tensors_nobody_uses_are_named(tmp_path: Path) -> None:
+def test_unexpected_tensors_are_named(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     extra = {"blk.0.ffn_gate_inp.weight": np.ones((4, 64), np.float32)}
     write_gguf(path, tiny_config("llama"), stored_tiny() | extra)
@@ -211,7 +213,7 @@ def test_tensors_nobody_uses_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_values_that_are_not_finite(tmp_path: Path, bad: float) -> None:
+def test_nonfinite_values_are_refused(tmp_path: Path, bad: float) -> None:
     stored = stored_tiny()
     stored["blk.1.ffn_up.weight"][0, 0] = bad
     path = tmp_path / "m.gguf"
@@ -220,7 +222,7 @@ def test_values_that_are_not_finite(tmp_path: Path, bad: float) -> None:
         open_model(path)
 
 
-def test_block_scale_that_is_not_finite(tmp_path: Path) -> None:
+def test_nonfinite_block_scales_are_refused(tmp_path: Path) -> None:
     stored: dict[str, Any] = dict(stored_tiny())
     kind = gguf.GGMLQuantizationType.Q8_0
     blocks = gguf.quants.quantize(stored["blk.1.ffn_up.weight"], kind)
@@ -231,7 +233,7 @@ def test_block_scale_that_is_not_finite(tmp_path: Path) -> None:
         open_model(path)
 
 
-def test_unsupported_architecture_names_what_would_run_it(tmp_path: Path) -> None:
+def test_an_unsupported_architecture_suggests_another_backend(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     write_gguf(path, replace(tiny_config("llama"), family="mamba"), {})
     with pytest.raises(ModelFormatError, match="'mamba' is not supported.*--backend vllm"):

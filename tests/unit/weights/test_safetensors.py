@@ -24,7 +24,7 @@ def stored_tiny(family: str = "llama", **changes: Any) -> Arrays:
 
 @pytest.mark.parametrize("use_mmap", [True, False])
 @pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])
-def test_values_are_those_written(tmp_path: Path, dtype: str, use_mmap: bool) -> None:
+def test_safetensors_values_equal_those_written(tmp_path: Path, dtype: str, use_mmap: bool) -> None:
     values = np.random.default_rng(0).integers(-64, 64, (3, 5)).astype(np.float32)
     path = tmp_path / "model.safetensors"
     path.write_bytes(file_bytes({"a": values, "b": -values}, {"a": dtype, "b": dtype}))
@@ -34,7 +34,9 @@ def test_values_are_those_written(tmp_path: Path, dtype: str, use_mmap: bool) ->
     assert np.array_equal(checkpoint.tensors["b"].numpy(), -values)
 
 
-def test_opening_touches_no_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_opening_safetensors_reads_no_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refused(self: FileBytes, start: int, num_bytes: int) -> np.ndarray:
         raise AssertionError("a tensor was touched")
 
@@ -56,7 +58,9 @@ def test_opening_touches_no_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ("gpt2", {}),
     ],
 )
-def test_config_and_weights_come_back(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
+def test_safetensors_config_and_weights_are_read(
+    tmp_path: Path, family: str, changes: dict[str, Any]
+) -> None:
     config = tiny_config(family, **changes)
     weights = random_weights(config)
     write_model(tmp_path, config, hf_layout(config, weights))
@@ -71,7 +75,7 @@ def test_config_and_weights_come_back(tmp_path: Path, family: str, changes: dict
     assert source.quantization is None
 
 
-def test_checkpoint_of_the_bare_model(tmp_path: Path) -> None:
+def test_a_checkpoint_saved_without_the_lm_head_class_is_read(tmp_path: Path) -> None:
     """The first GPT-2 files lack the "transformer." in front, store masks, and no head."""
     config = tiny_config("gpt2", tie_embeddings=True)
     weights = random_weights(config)
@@ -93,7 +97,7 @@ def test_tied_head_may_be_stored_twice(tmp_path: Path) -> None:
     assert "head.weight" not in open_model(tmp_path).weights
 
 
-def test_end_of_text_ids_prefer_the_generation_config(tmp_path: Path) -> None:
+def test_eos_ids_prefer_the_generation_config(tmp_path: Path) -> None:
     config = tiny_config("llama")
     write_model(tmp_path, config, stored_tiny(), eos_token_id=2)
     assert open_model(tmp_path).config.eos_ids == (2,)
@@ -130,7 +134,7 @@ def test_integer_tensors_are_refused_only_where_a_weight_is_needed(tmp_path: Pat
         ({"architectures": None}, "lacks the required key 'architectures'"),
     ],
 )
-def test_config_that_contradicts_the_tensors(
+def test_a_config_that_contradicts_the_tensors_is_refused(
     tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     write_model(tmp_path, tiny_config("llama"), stored_tiny(), **changes)
@@ -138,7 +142,7 @@ def test_config_that_contradicts_the_tensors(
         open_model(tmp_path)
 
 
-def test_a_file_alone_is_not_a_model(tmp_path: Path) -> None:
+def test_a_safetensors_file_without_its_folder_is_refused(tmp_path: Path) -> None:
     write_model(tmp_path, tiny_config("llama"), stored_tiny())
     with pytest.raises(ModelFormatError, match="give the directory"):
         open_model(tmp_path / "model.safetensors")
@@ -170,18 +174,18 @@ class TestShards:
         listed: dict[str, str] = json.loads((directory / INDEX).read_text())["weight_map"]
         return listed
 
-    def test_all_shards_are_one_model(self, directory: Path) -> None:
+    def test_sharded_safetensors_open_as_one_model(self, directory: Path) -> None:
         weights = random_weights(tiny_config("llama"))
         for name, weight in open_model(directory).weights.items():
             assert np.array_equal(weight.numpy(), weights[name]), name
 
-    def test_listed_tensor_is_missing(self, directory: Path) -> None:
+    def test_a_tensor_missing_from_its_shard_is_refused(self, directory: Path) -> None:
         listed = self.weight_map(directory)
         self.write_index(directory, listed | {"extra.weight": "b.safetensors"})
         with pytest.raises(ModelFormatError, match=r"b\.safetensors lacks the tensor 'extra"):
             open_model(directory)
 
-    def test_stored_tensor_is_not_listed(self, directory: Path) -> None:
+    def test_a_tensor_missing_from_the_index_is_refused(self, directory: Path) -> None:
         listed = self.weight_map(directory)
         dropped = next(iter(listed))
         del listed[dropped]
@@ -192,19 +196,23 @@ class TestShards:
     @pytest.mark.parametrize(
         "name", ["../a.safetensors", "/etc/passwd", "x/a.safetensors", "..", "", "a\\b", "a\0b"]
     )
-    def test_shard_names_must_be_plain(self, directory: Path, name: str) -> None:
+    def test_shard_names_must_be_plain_file_names(self, directory: Path, name: str) -> None:
         self.write_index(directory, {"lm_head.weight": name})
         with pytest.raises(ModelFormatError, match="not a plain file name"):
             open_model(directory)
 
-    def test_links_out_of_the_directory(self, directory: Path, tmp_path: Path) -> None:
+    def test_links_out_of_the_checkpoint_folder_are_refused(
+        self, directory: Path, tmp_path: Path
+    ) -> None:
         shard = directory / "a.safetensors"
         shard.rename(tmp_path / "outside.safetensors")
         shard.symlink_to(tmp_path / "outside.safetensors")
         with pytest.raises(ModelFormatError, match="link out of the model directory"):
             open_model(directory)
 
-    def test_links_of_the_hub_cache(self, directory: Path, tmp_path: Path) -> None:
+    def test_links_of_the_hugging_face_cache_are_followed(
+        self, directory: Path, tmp_path: Path
+    ) -> None:
         blobs = tmp_path / "models--org--name" / "blobs"
         snapshot = tmp_path / "models--org--name" / "snapshots" / "abc123"
         blobs.mkdir(parents=True)

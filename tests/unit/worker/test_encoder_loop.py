@@ -98,7 +98,7 @@ def test_each_request_gets_its_own_vector_once(loop, encoder, channel):
     assert (stats[-1].prompt_tokens, stats[-1].num_steps, stats[-1].steps.tokens) == (6, 1, 6)
 
 
-def test_a_batch_is_bounded_and_urgent_ones_go_first(loop, encoder, channel):
+def test_encoder_batches_are_bounded_and_high_priorities_first(loop, encoder, channel):
     channel.inbox = [
         asking("a", 1, 1, 1, 1),
         asking("b", 2, 2, 2),
@@ -110,7 +110,7 @@ def test_a_batch_is_bounded_and_urgent_ones_go_first(loop, encoder, channel):
     assert encoder.batches == [[(4,), (1, 1, 1, 1)], [(2, 2, 2)], [(3,) * 8]]
 
 
-def test_one_bad_input_harms_no_other(loop, encoder, channel):
+def test_one_bad_input_does_not_affect_other_embeddings(loop, encoder, channel):
     channel.inbox = [asking("a", 1), asking("bad", BAD), asking("b", 2), asking("nan", NAN)]
     loop.turn(0)
     answers = channel.answers()
@@ -121,7 +121,7 @@ def test_one_bad_input_harms_no_other(loop, encoder, channel):
     assert loop.stats().num_nonfinite == 1
 
 
-def test_an_encoder_that_can_compute_nothing_ends_the_engine(loop, encoder, channel):
+def test_an_encoder_that_always_fails_ends_the_engine(loop, encoder, channel):
     encoder.is_lost = True
     channel.inbox = [asking("a", 1)]
     with pytest.raises(RuntimeError):
@@ -139,7 +139,9 @@ def test_an_encoder_that_can_compute_nothing_ends_the_engine(loop, encoder, chan
         (asking("r", *[1] * 9), "maximum context length is 8 tokens"),
     ],
 )
-def test_what_can_not_be_done_is_refused(loop, encoder, channel, request_, message):
+def test_requests_that_an_encoder_cannot_serve_are_refused(
+    loop, encoder, channel, request_, message
+):
     channel.inbox = [request_]
     loop.turn(0)
     deltas = [delta for m in channel.sent if isinstance(m, Deltas) for delta in m.deltas]
@@ -148,14 +150,14 @@ def test_what_can_not_be_done_is_refused(loop, encoder, channel, request_, messa
     assert deltas[0].error_code == "INVALID_REQUEST" and not encoder.batches
 
 
-def test_the_queue_is_bounded(loop, channel):
+def test_the_encoders_queue_is_bounded(loop, channel):
     channel.inbox = [asking(str(i), 1) for i in range(7)]
     loop.turn(0)
     codes = [channel.answers()[str(i)].error_code for i in range(7)]
     assert codes == [None] * 5 + ["RATE_LIMIT_EXCEEDED"] * 2
 
 
-def test_late_and_aborted_requests_are_not_computed(loop, encoder, channel):
+def test_expired_and_aborted_embeddings_are_not_computed(loop, encoder, channel):
     channel.inbox = [
         asking("late", 1, timeout_s=0.0),
         asking("waited", 4, queue_timeout_s=1e-9),
@@ -172,7 +174,7 @@ def test_late_and_aborted_requests_are_not_computed(loop, encoder, channel):
     assert encoder.batches == [[(3,)]] and vector(answers["kept"]) == [3, 1, 1]
 
 
-def test_control_and_stop(loop, encoder, channel):
+def test_control_messages_are_answered_and_stop_aborts_waiting_requests(loop, encoder, channel):
     channel.inbox = [
         Control(7, "flush_cache"),
         *(asking(str(i), *[1] * 6) for i in range(2)),
@@ -184,7 +186,7 @@ def test_control_and_stop(loop, encoder, channel):
     assert reasons == ["stop", "abort"] and encoder.is_closed
 
 
-def test_the_pulse_tells_of_work_before_it_begins(encoder, channel):
+def test_the_heartbeat_reports_busy_before_encoding_starts(encoder, channel):
     beats = []
     encode = encoder.encode
     encoder.encode = lambda prompts, starts=None: beats.append("encode") or encode(prompts)
@@ -199,7 +201,7 @@ def test_the_pulse_tells_of_work_before_it_begins(encoder, channel):
 
 
 @pytest.mark.parametrize("token", [1, BAD])
-def test_only_a_batch_that_is_computed_may_be_interrupted(loop, encoder, channel, token):
+def test_only_a_batch_in_computation_may_be_interrupted(loop, encoder, channel, token):
     seen, encode = [], encoder.encode
     encoder.encode = lambda prompts, starts=None: seen.append(loop.is_computing) or encode(prompts)
     channel.inbox = [asking("a", token), asking("b", 2)]
@@ -207,7 +209,7 @@ def test_only_a_batch_that_is_computed_may_be_interrupted(loop, encoder, channel
     assert seen[:1] == [True] and not loop.is_computing
 
 
-def test_a_flood_of_one_tenant_delays_another_by_its_turn_only(loop, encoder, channel):
+def test_a_flood_of_one_tenant_delays_another_by_one_batch_only(loop, encoder, channel):
     flood = [asking(f"a{i}", 1, 1, 1, tenant="flood", priority=-9) for i in range(4)]
     channel.inbox = [*flood, asking("b", 2, tenant="other")]
     for _ in range(4):
@@ -215,7 +217,7 @@ def test_a_flood_of_one_tenant_delays_another_by_its_turn_only(loop, encoder, ch
     assert encoder.batches[0] == [(1, 1, 1), (2,)]
 
 
-def test_a_queue_that_is_full_of_one_tenant_takes_another(loop, channel):
+def test_a_queue_full_of_one_tenant_still_admits_another(loop, channel):
     channel.inbox = [asking(f"a{i}", 1, tenant="flood") for i in range(6)]
     channel.inbox.append(asking("b", 2, tenant="other"))
     loop.turn(0)

@@ -49,21 +49,21 @@ def planned(config, options, dtype, available, copies_tied_head=False):
     return plan_memory(config.max_position, options, device, dense_needs(config, device))
 
 
-def test_plenty_of_memory_gives_everything_asked_for():
+def test_with_plenty_of_memory_everything_requested_is_granted():
     plan = planned(CONFIG, OPTIONS, "float32", 10**11)
     assert (plan.max_slots, plan.max_seq_len, plan.notes) == (8, 2048, ())
     assert plan.bytes_per_token == 2 * 4 * 2 * 64 * 4
     assert (plan.num_blocks - 1) * 16 >= 8 * 2048 - 16
 
 
-def test_half_the_bytes_per_value_is_twice_the_tokens():
+def test_half_the_bytes_per_value_hold_twice_the_tokens():
     options = replace_options(pool_bytes=64 * MIB)
     wide = planned(CONFIG, options, "float32", 10**11)
     narrow = planned(CONFIG, options, "bfloat16", 10**11)
     assert abs(narrow.num_blocks - 2 * wide.num_blocks) <= 1
 
 
-def test_a_small_pool_shrinks_batch_then_context_and_says_so():
+def test_a_small_pool_shrinks_batch_then_context_with_notes():
     options = replace_options(pool_bytes=700 * 4096)
     plan = planned(CONFIG, options, "float32", 10**11)
     assert plan.max_slots < 8 and plan.max_seq_len < 2048
@@ -72,7 +72,7 @@ def test_a_small_pool_shrinks_batch_then_context_and_says_so():
     assert any("context is" in note for note in plan.notes)
 
 
-def test_a_pool_too_small_for_a_short_context_is_refused_with_what_would_do():
+def test_a_pool_too_small_for_a_short_context_is_refused_with_the_needed_size():
     block = 16 * planned(CONFIG, OPTIONS, "float32", 10**11).bytes_per_token
     least = (MIN_CONTEXT // 16 + 1) * block
     assert planned(CONFIG, replace_options(pool_bytes=least), "float32", 10**11)
@@ -82,7 +82,7 @@ def test_a_pool_too_small_for_a_short_context_is_refused_with_what_would_do():
 
 @pytest.mark.parametrize("block_size", [1, 7, 16, 64])
 @pytest.mark.parametrize("spare_blocks", [0, 1, 30, 5000])
-def test_whatever_is_planned_fits_and_serves_its_context(block_size, spare_blocks):
+def test_every_memory_plan_fits_and_serves_its_context(block_size, spare_blocks):
     options = replace_options(block_size=block_size)
     token_bytes = CONFIG.kv_bytes_per_token(4)
     least = (-(-MIN_CONTEXT // block_size) + 1) * block_size * token_bytes
@@ -96,7 +96,7 @@ def test_whatever_is_planned_fits_and_serves_its_context(block_size, spare_block
         planned(CONFIG, options, "float32", fixed + least - 1)
 
 
-def test_a_copied_head_is_counted():
+def test_a_replicated_kv_head_is_counted():
     tied = planned(CONFIG, OPTIONS, "bfloat16", 10**11)
     copied = planned(CONFIG, OPTIONS, "bfloat16", 10**11, copies_tied_head=True)
     assert copied.weight_bytes - tied.weight_bytes == 1000 * 256 * 2
@@ -105,7 +105,7 @@ def test_a_copied_head_is_counted():
     assert plan.weight_bytes == untied.num_params * 2
 
 
-def test_a_pool_beyond_what_is_free_is_cut_to_it():
+def test_a_requested_pool_is_cut_to_free_memory():
     options = replace_options(pool_bytes=10**12)
     available = CONFIG.num_params * 4 + WORKSPACE_BYTES + 100 * MIB
     plan = planned(CONFIG, options, "float32", available)
@@ -113,12 +113,12 @@ def test_a_pool_beyond_what_is_free_is_cut_to_it():
     assert "no more memory is free" in plan.notes[0]
 
 
-def test_a_context_beyond_the_models_own_is_cut_and_said():
+def test_a_requested_context_is_cut_to_the_models_own():
     plan = planned(CONFIG, replace_options(max_seq_len=4096), "float32", 10**11)
     assert plan.max_seq_len == 2048 and "the model's own" in plan.notes[0]
 
 
-def test_too_large_a_model_is_refused_with_what_would_fit():
+def test_a_model_too_large_for_memory_is_refused_with_advice():
     large = replace(CONFIG, num_layers=400)
     between = large.num_params * 3 + WORKSPACE_BYTES
     with pytest.raises(ResourceError, match="--dtype bfloat16"):
@@ -134,14 +134,14 @@ def replace_options(**changes) -> EngineOptions:
 
 
 @pytest.mark.parametrize(("usual", "tokens"), [(1, 2048), (64 * MIB, 64 * MIB // 4096)])
-def test_a_usual_pool_holds_one_full_context_at_least_and_no_more_than_it_says(usual, tokens):
+def test_the_default_pool_holds_at_least_one_full_context(usual, tokens):
     device = DeviceInfo("cpu", "stored", 10**11)
     plan = plan_memory(CONFIG.max_position, OPTIONS, device, MemoryNeeds(10**6, 4096, usual))
     assert tokens - 32 <= (plan.num_blocks - 1) * 16 <= tokens
     assert plan.max_seq_len == 2048
 
 
-def test_a_framework_says_what_it_needs_beside_weights_and_pool():
+def test_a_framework_states_its_workspace_and_pool_share():
     device = DeviceInfo("cuda", "bfloat16", 10**9)
     options = replace_options(max_seq_len=2048, max_slots=4096)
     needs = dense_needs(CONFIG, device)
@@ -173,7 +173,7 @@ def plans(config: ModelConfig, **changes) -> tuple[MemoryPlan, MemoryPlan]:
     )
 
 
-def test_the_same_memory_holds_more_tokens_if_windows_free_their_blocks():
+def test_the_same_memory_holds_more_tokens_if_windowed_blocks_are_freed():
     config = windowed()
     together, apart = plans(config, pool_bytes=200 * MIB, max_slots=4)
     assert apart.pool_bytes <= 200 * MIB
@@ -186,14 +186,14 @@ def test_the_same_memory_holds_more_tokens_if_windows_free_their_blocks():
     assert any("sliding window" in line for line in apart.lines())
 
 
-def test_a_pool_for_one_context_keeps_fewer_windows():
+def test_a_pool_for_one_context_keeps_fewer_windowed_blocks():
     together, apart = plans(windowed(), pool_bytes=100 * MIB, max_slots=64)
     assert together.max_seq_len < apart.max_seq_len == 32_768
     window_blocks = min_window_blocks(512, 16, 512)
     assert window_blocks < apart.num_window_blocks < 64 * 2 * min_window_blocks(512, 16, 1)
 
 
-def test_the_usual_pool_has_a_context_and_some_windows():
+def test_the_default_pool_has_a_context_and_some_windows():
     config = windowed()
     options, device = replace_options(max_slots=64), DeviceInfo("cpu", "float32", 10**11)
     needs = with_windows(dense_needs(config, device), config, max_step_tokens=512)
@@ -203,7 +203,7 @@ def test_the_usual_pool_has_a_context_and_some_windows():
     assert plan.pool_bytes < 32_768 * config.kv_bytes_per_token(4) // 2
 
 
-def test_layers_that_all_have_windows_serve_any_length():
+def test_models_with_only_windowed_layers_serve_any_length():
     together, apart = plans(windowed(full_every=0), pool_bytes=64 * MIB, max_slots=4)
     assert apart.pool_bytes <= 64 * MIB and apart.num_window_blocks > 64
     assert together.max_seq_len < apart.max_seq_len == 32_768
@@ -211,7 +211,7 @@ def test_layers_that_all_have_windows_serve_any_length():
 
 
 @pytest.mark.parametrize("changes", [{"max_seq_len": 512}, {"pool_bytes": 10 * MIB}])
-def test_windows_that_save_nothing_share_the_pool(changes):
+def test_windows_that_save_nothing_share_one_pool(changes):
     together, apart = plans(windowed(), **changes)
     assert apart == together
 
@@ -219,7 +219,7 @@ def test_windows_that_save_nothing_share_the_pool(changes):
 @pytest.mark.parametrize("window", [1, 17, 512, 5000])
 @pytest.mark.parametrize("pool", [20 * MIB, 60 * MIB, 300 * MIB, 2000 * MIB])
 @pytest.mark.parametrize("full_every", [0, 2, 6])
-def test_whatever_is_planned_for_windows_fits_and_runs(window, pool, full_every):
+def test_every_windowed_memory_plan_fits(window, pool, full_every):
     config = windowed(window=window, full_every=full_every)
     _, plan = plans(config, pool_bytes=pool, max_slots=16)
     assert plan.pool_bytes <= pool
@@ -228,7 +228,7 @@ def test_whatever_is_planned_for_windows_fits_and_runs(window, pool, full_every)
         assert plan.num_window_blocks <= plan.num_blocks
 
 
-def test_training_on_the_same_gpu_gets_room_beside_the_pool():
+def test_training_on_the_same_gpu_gets_memory_beside_the_pool():
     def pool(free_bytes=16 * 2**30, **options):
         device = DeviceInfo("cuda", "bfloat16", free_bytes)
         changed = replace_options(max_slots=4096, **options)
@@ -252,7 +252,7 @@ def test_training_on_the_same_gpu_gets_room_beside_the_pool():
     ("num_blocks", "block_bytes", "is_large"),
     [(15_700, 12_288, True), (512, 12_288, True), (511, 12_288, False), (70_000, 17_152, True)],
 )
-def test_each_layer_of_a_large_native_cache_begins_at_a_huge_page(
+def test_each_layer_of_a_large_native_kv_cache_starts_at_a_huge_page(
     num_blocks, block_bytes, is_large
 ):
     allocated = on_huge_pages(num_blocks, block_bytes)

@@ -8,7 +8,7 @@ MUTATIONS = [
         "engine.servers.access.quotas",
         "        difference = num_tokens - self.num_charged\n",
         "        difference = 0\n",
-        "tests/unit/servers/access/test_quotas.py::test_what_is_used_in_the_end_is_what_counts",
+        "tests/unit/servers/access/test_quotas.py::test_only_the_tokens_used_in_the_end_are_counted",
     ),
     Mutation(
         "quotas: what was charged too little is forgiven",
@@ -16,21 +16,21 @@ MUTATIONS = [
         "        if difference > 0:\n"
         "            await self._windows.add(self._tokens, difference)\n",
         "",
-        "tests/unit/servers/access/test_quotas.py::test_an_answer_longer_than_was_charged_is_charged_after_all",
+        "tests/unit/servers/access/test_quotas.py::test_an_answer_longer_than_charged_is_charged_afterwards",
     ),
     Mutation(
         "quotas: a refused request counts",
         "engine.servers.access.quotas",
         "            window = await self._windows.add(self._requests, -1, window.minute)\n",
         "",
-        "tests/unit/servers/access/test_quotas.py::test_requests_in_a_minute",
+        "tests/unit/servers/access/test_quotas.py::test_requests_per_minute_are_limited",
     ),
     Mutation(
         "quotas: refused tokens count",
         "engine.servers.access.quotas",
         "            window = await self._windows.add(self._tokens, -tokens, window.minute)\n",
         "",
-        "tests/unit/servers/access/test_quotas.py::test_tokens_are_charged_before_and_put_right_after",
+        "tests/unit/servers/access/test_quotas.py::test_tokens_are_charged_before_a_request_and_corrected_after",
     ),
     Mutation(
         "quotas: the administrator is limited",
@@ -38,7 +38,7 @@ MUTATIONS = [
         "        if principal.is_admin or limits.is_empty:",
         "        if limits.is_empty:",
         "tests/unit/servers/access/test_quotas.py"
-        "::test_keys_of_one_tenant_are_counted_apart_and_the_administrator_is_not",
+        "::test_keys_of_one_tenant_are_counted_separately_and_the_admin_is_not",
     ),
     Mutation(
         "quotas: a tenant's keys share one limit",
@@ -46,7 +46,7 @@ MUTATIONS = [
         "key = principal.key or principal.name",
         "key = principal.name",
         "tests/unit/servers/access/test_quotas.py"
-        "::test_keys_of_one_tenant_are_counted_apart_and_the_administrator_is_not",
+        "::test_keys_of_one_tenant_are_counted_separately_and_the_admin_is_not",
     ),
     Mutation(
         "quotas: a full minute takes an empty prompt",
@@ -54,14 +54,14 @@ MUTATIONS = [
         "window.used - tokens > limit - 1",
         "window.used - tokens > limit",
         "tests/unit/servers/access/test_quotas.py"
-        "::test_a_key_without_room_for_one_token_is_not_asked_for_an_empty_body",
+        "::test_an_exhausted_token_quota_refuses_even_an_empty_body",
     ),
     Mutation(
         "quotas: an IPv6 client has many addresses to try keys from",
         "engine.servers.access.quotas",
         "parsed, 64)",
         "parsed, 128)",
-        "tests/unit/servers/access/test_quotas.py::test_addresses_of_one_network_are_one_client",
+        "tests/unit/servers/access/test_quotas.py::test_addresses_of_one_network_count_as_one_client",
     ),
     Mutation(
         "quotas: only one prompt's answers are charged",
@@ -75,35 +75,35 @@ MUTATIONS = [
         "engine.servers.serving.admission",
         "return usage.prompt_tokens + usage.completion_tokens",
         "return usage.completion_tokens",
-        "tests/unit/servers/access/test_quotas.py::test_what_is_used_in_the_end_is_what_counts",
+        "tests/unit/servers/access/test_quotas.py::test_only_the_tokens_used_in_the_end_are_counted",
     ),
     Mutation(
         "quotas: whoever leaves has used no prompt",
         "engine.servers.serving.admission",
         "return self._lease.num_prompt + sum(pump.choice_tokens)",
         "return sum(pump.choice_tokens)",
-        "tests/unit/servers/access/test_quotas.py::test_who_leaves_before_the_first_token_has_used_the_prompt",
+        "tests/unit/servers/access/test_quotas.py::test_a_client_that_disconnects_before_the_first_token_is_charged_the_prompt",
     ),
     Mutation(
         "quotas: vectors are charged for an answer",
         "engine.servers.serving.admission",
         "            if writes:\n",
         "            if True:\n",
-        "tests/unit/servers/access/test_quotas.py::test_vectors_are_charged_for_their_prompts_alone",
+        "tests/unit/servers/access/test_quotas.py::test_embeddings_are_charged_for_prompt_tokens_only",
     ),
     Mutation(
         "drain: a server that ends takes requests again",
         "engine.servers.serving.admission",
         "self.is_draining = self.is_ending\n",
         "self.is_draining = False\n",
-        "tests/unit/servers/serving/test_server_admission.py::test_a_pause_ends_and_an_end_does_not",
+        "tests/unit/servers/serving/test_server_admission.py::test_a_pause_can_end_and_a_shutdown_cannot",
     ),
     Mutation(
         "admission: prompts of a list are given back once",
         "engine.servers.serving.admission",
         "            self._num_reserved = num_prompts\n",
         "",
-        "tests/unit/servers/serving/test_server_admission.py::test_each_prompt_of_a_list_counts",
+        "tests/unit/servers/serving/test_server_admission.py::test_each_prompt_of_a_list_takes_an_admission_slot",
     ),
     Mutation(
         "tenants: the backend is not told whose a request is",
@@ -111,7 +111,7 @@ MUTATIONS = [
         "        tenant=principal.name,\n        timeout_s",
         "        timeout_s",
         "tests/unit/servers/access/test_server_tenants.py"
-        "::test_the_backend_knows_whose_a_request_is_and_how_long_it_may_take",
+        "::test_tenant_deadline_and_priority_reach_the_backend_from_every_route",
     ),
     Mutation(
         "deadlines: the backend is not told how long a request may take",
@@ -119,7 +119,7 @@ MUTATIONS = [
         "        timeout_s=services.settings.server.request_timeout_s,\n        queue",
         "        queue",
         "tests/unit/servers/access/test_server_tenants.py"
-        "::test_the_backend_knows_whose_a_request_is_and_how_long_it_may_take",
+        "::test_tenant_deadline_and_priority_reach_the_backend_from_every_route",
     ),
     Mutation(
         "deadlines: the backend is not told how long a request may wait",
@@ -127,35 +127,35 @@ MUTATIONS = [
         "        queue_timeout_s=queue_timeout_s(services, request),\n",
         "",
         "tests/unit/servers/access/test_server_tenants.py"
-        "::test_the_backend_knows_whose_a_request_is_and_how_long_it_may_take",
+        "::test_tenant_deadline_and_priority_reach_the_backend_from_every_route",
     ),
     Mutation(
         "deadlines: a batch's line is refused for having waited",
         "engine.servers.serving.generation_context",
         "return None if is_own else services",
         "return services",
-        "tests/unit/servers/access/test_server_tenants.py::test_work_that_was_left_with_the_server_may_wait",
+        "tests/unit/servers/access/test_server_tenants.py::test_background_work_has_no_queue_timeout",
     ),
     Mutation(
         "sessions do not reach the router",
         "engine.servers.serving.generation_context",
         "        session=_session(request, body),\n",
         "",
-        "tests/unit/servers/access/test_server_tenants.py::test_sessions_are_told_apart_without_their_names",
+        "tests/unit/servers/access/test_server_tenants.py::test_sessions_are_distinguished_without_storing_their_names",
     ),
     Mutation(
         "tenants: one can name another's salt",
         "engine.servers.serving.generation_context",
         "salt = principal.digest(body.cache_salt)",
         "salt = body.cache_salt",
-        "tests/unit/servers/openai/test_server_parameters.py::test_a_salt_parts_caches_and_never_joins_them",
+        "tests/unit/servers/openai/test_server_parameters.py::test_a_cache_salt_separates_caches_and_never_joins_tenants",
     ),
     Mutation(
         "tenants: sessions of one name are one session",
         "engine.servers.serving.generation_context",
         'return principal_of(request).digest(named) if named else ""',
         'return named or ""',
-        "tests/unit/servers/access/test_server_tenants.py::test_sessions_are_told_apart_without_their_names",
+        "tests/unit/servers/access/test_server_tenants.py::test_sessions_are_distinguished_without_storing_their_names",
     ),
     Mutation(
         "usage: only the last prompt's cached tokens are told",
@@ -176,42 +176,42 @@ MUTATIONS = [
         "engine.servers.serving.event_pump",
         "        reasoning_tokens=total.reasoning_tokens + part.reasoning_tokens,",
         "        reasoning_tokens=total.reasoning_tokens,",
-        "tests/unit/servers/openai/test_server_tools.py::test_reasoning_has_both_names",
+        "tests/unit/servers/openai/test_server_tools.py::test_reasoning_is_returned_under_both_names",
     ),
     Mutation(
         "the last failure is told, not the first",
         "engine.servers.serving.event_pump",
         "        if self.failure is None and self._open:\n",
         "        if self._open:\n",
-        "tests/unit/servers/serving/test_server_admission.py::test_the_first_failure_is_the_one_that_is_told",
+        "tests/unit/servers/serving/test_server_admission.py::test_the_first_failure_of_an_event_pump_is_raised",
     ),
     Mutation(
         "joined text loses its ids",
         "engine.servers.serving.sse",
         "        token_ids=tuple(token_id for each in texts for token_id in each.token_ids),\n",
         "",
-        "tests/unit/servers/serving/test_server_admission.py::test_coalesce_joins_only_neighbours_of_one_choice",
+        "tests/unit/servers/serving/test_server_admission.py::test_coalesce_joins_only_adjacent_events_of_one_choice",
     ),
     Mutation(
         "every ending counts as a stop",
         "engine.servers.serving.event_pump",
         '"length" if event.reason == "length" else "stop"',
         '"stop"',
-        "tests/unit/servers/serving/test_server_admission.py::test_metrics_follow_requests",
+        "tests/unit/servers/serving/test_server_admission.py::test_metrics_follow_finished_requests",
     ),
     Mutation(
         "audit: the oldest changes are shown first",
         "engine.servers.ops.audit",
         "reversed(lines[-count:])",
         "lines[-count:]",
-        "tests/unit/servers/ops/test_admin.py::test_the_audit_log_is_bounded_and_never_in_the_way",
+        "tests/unit/servers/ops/test_admin.py::test_the_audit_log_is_bounded_and_never_blocks",
     ),
     Mutation(
         "keys: a file of administrators opens the server",
         "engine.servers.access.auth",
         "all(each.principal.is_admin for each in found)",
         "not found",
-        "tests/security/access/test_keys.py::test_a_file_without_a_clients_key_opens_nothing",
+        "tests/security/access/test_keys.py::test_a_key_file_without_a_client_key_is_refused",
     ),
     Mutation(
         "warming: tenants' caches are filled in nobody's name",
@@ -225,7 +225,7 @@ MUTATIONS = [
         "engine.servers.ops.warming",
         "        return ()\n    from",
         "        return tenants\n    from",
-        "tests/unit/servers/ops/test_admin.py::test_prefixes_of_tiers_are_loaded_for_their_own_tenants",
+        "tests/unit/servers/ops/test_admin.py::test_tier_prefixes_are_warmed_for_their_own_tenants",
     ),
     Mutation(
         "warming: a refused prompt counts as computed",
@@ -239,7 +239,7 @@ MUTATIONS = [
         "engine.servers.ops.admin_control",
         "health.ready and not lifecycle.is_draining",
         "health.ready",
-        "tests/unit/servers/ops/test_admin.py::test_drain_and_undrain",
+        "tests/unit/servers/ops/test_admin.py::test_drain_and_undrain_change_readiness",
     ),
     Mutation(
         "streams: headers are sent before the prompt is checked",
@@ -254,14 +254,14 @@ MUTATIONS = [
         "engine.servers.serving.services",
         "        if len(served) > 1:\n",
         "        if len(served) > 9:\n",
-        "tests/unit/servers/openai/test_server_prompt_texts.py::test_the_model_may_be_left_out_if_there_is_one",
+        "tests/unit/servers/openai/test_server_prompt_texts.py::test_the_model_name_may_be_omitted_if_one_model_is_served",
     ),
     Mutation(
         "prompts: the key's setting wins over the request's",
         "engine.servers.serving.special_tokens",
         "principal_of(request).parse_special if asked is None else asked",
         "principal_of(request).parse_special or bool(asked)",
-        "tests/unit/servers/openai/test_server_prompt_texts.py::test_a_key_may_allow_control_tokens",
+        "tests/unit/servers/openai/test_server_prompt_texts.py::test_a_key_may_allow_control_tokens_in_prompts",
     ),
     Mutation(
         "log: an unknown path is written as it came",
@@ -275,28 +275,28 @@ MUTATIONS = [
         "engine.core.observability.otel",
         "now - self._started > slow_s",
         "False",
-        "tests/unit/core/observability/test_tracing.py::test_what_is_sampled",
+        "tests/unit/core/observability/test_tracing.py::test_sampling_ratio_and_parent_flags_decide_which_traces_are_sent",
     ),
     Mutation(
         "traces: prompts are sent without being asked for",
         "engine.core.observability.otel",
         "if self._telemetry.captures_content and work.request is not None:",
         "if work.request is not None:",
-        "tests/unit/core/observability/test_tracing.py::test_texts_are_in_traces_only_if_asked",
+        "tests/unit/core/observability/test_tracing.py::test_prompt_and_answer_are_in_traces_only_if_enabled",
     ),
     Mutation(
         "traces: the time in the queue is lost",
         "engine.core.observability.trace_phases",
         "seated = first - work.usage.prefill_s",
         "seated = first",
-        "tests/unit/core/observability/test_tracing.py::test_prefill_is_as_long_as_the_engine_says",
+        "tests/unit/core/observability/test_tracing.py::test_the_prefill_span_is_as_long_as_the_engine_reports",
     ),
     Mutation(
         "traces: the engine's own times are not used",
         "engine.core.observability.trace_phases",
         "        seated, first = timeline.started_at, min(timeline.first_token_at, first)\n",
         "        seated = first\n",
-        "tests/unit/core/observability/test_tracing.py::test_the_engines_own_times_become_spans",
+        "tests/unit/core/observability/test_tracing.py::test_engine_timings_become_spans",
     ),
     Mutation(
         "traces: the server behind a router begins a trace of its own",
@@ -310,14 +310,14 @@ MUTATIONS = [
         "engine.core.observability.tracing",
         "(match := _TRACEPARENT.match(parent)) is None",
         '(match := re.match("(.*)(.*)", parent)) is None',
-        "tests/unit/core/observability/test_tracing.py::test_invalid_ids_name_no_trace",
+        "tests/unit/core/observability/test_tracing.py::test_invalid_traceparent_headers_are_ignored",
     ),
     Mutation(
         "traces: the records of ended requests keep the prompts",
         "engine.servers.http.request_log",
         "            record.trace = None  # it has the request's texts, and the record is kept\n",
         "",
-        "tests/unit/core/observability/test_tracing.py::test_records_of_ended_requests_hold_no_trace",
+        "tests/unit/core/observability/test_tracing.py::test_records_of_finished_requests_hold_no_trace",
     ),
     Mutation(
         "requests: any client reads how its requests were routed",
@@ -325,7 +325,7 @@ MUTATIONS = [
         "    return keys.shows_routes(principal_of(request)) or may_administer(request, keys)\n",
         "    return True\n",
         "tests/unit/servers/ops/test_requests_api.py"
-        "::test_decisions_are_shown_to_those_who_may_read_the_routes[admin-key-0123456789abcdef]",
+        "::test_routing_decisions_are_shown_only_to_keys_that_may_read_routes[admin-key-0123456789abcdef]",
     ),
     Mutation(
         "serving: a token overtakes those that a slow client holds up",
@@ -333,29 +333,29 @@ MUTATIONS = [
         "        if self._is_sending or self._direct is None:\n",
         "        if self._direct is None:\n",
         "tests/unit/servers/test_server_direct_writes.py"
-        "::test_all_text_comes_in_order_whenever_the_client_blocks",
+        "::test_streamed_text_stays_in_order_whenever_the_client_blocks",
     ),
     Mutation(
         "writers: connections go to the writer that has the most",
         "engine.servers.http_workers.pool",
         "key=lambda each: each.num_connections)",
         "key=lambda each: -each.num_connections)",
-        "tests/unit/servers/test_server_writers.py::test_connections_go_to_the_writer_that_has_the_fewest",
+        "tests/unit/servers/test_server_writers.py::test_connections_go_to_the_http_worker_with_the_fewest",
     ),
     Mutation(
         "writers: a client that left is not told",
         "engine.servers.http_workers.writer",
         "        exchange.leave()\n    else:\n",
         "        pass\n    else:\n",
-        "tests/unit/servers/test_server_writers.py::test_a_client_that_leaves_is_told_and_a_slow_one"
-        "_holds_up_its_own_answer_alone",
+        "tests/unit/servers/test_server_writers.py"
+        "::test_http_workers_report_disconnects_and_a_slow_client_blocks_only_itself",
     ),
     Mutation(
         "writers: a slow client is not held up",
         "engine.servers.http_workers.exchange",
         "        while (self._is_blocked or self._writer.is_full) and not self._is_gone:\n",
         "        while False:\n",
-        "tests/unit/servers/test_server_writers.py::test_a_client_that_leaves_is_told_and_a_slow_one"
-        "_holds_up_its_own_answer_alone",
+        "tests/unit/servers/test_server_writers.py"
+        "::test_http_workers_report_disconnects_and_a_slow_client_blocks_only_itself",
     ),
 ]

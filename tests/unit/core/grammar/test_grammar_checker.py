@@ -44,7 +44,9 @@ def is_running(pid: int) -> bool:
     return True
 
 
-async def test_good_and_bad(checker: GrammarChecker) -> None:
+async def test_a_valid_grammar_passes_and_an_invalid_one_is_a_client_error(
+    checker: GrammarChecker,
+) -> None:
     assert checker.child_pid is None, "nothing is started before the first check"
     await checker.check(lark(GOOD), "guided_grammar")
     with pytest.raises(InvalidRequestError) as caught:
@@ -54,12 +56,12 @@ async def test_good_and_bad(checker: GrammarChecker) -> None:
     assert "\n" not in caught.value.message
 
 
-async def test_empty_language_is_refused(checker: GrammarChecker) -> None:
+async def test_a_grammar_that_matches_nothing_is_refused(checker: GrammarChecker) -> None:
     with pytest.raises(InvalidRequestError, match="admits no text at all"):
         await checker.check(lark("start: /[^\\s\\S]/"), "it")
 
 
-async def test_slow_grammar_is_killed_and_the_next_one_works(checker: GrammarChecker) -> None:
+async def test_a_slow_grammar_is_killed_and_the_next_check_works(checker: GrammarChecker) -> None:
     await checker.check(lark(GOOD), "it")
     first = checker.child_pid
     assert first is not None
@@ -74,7 +76,7 @@ async def test_slow_grammar_is_killed_and_the_next_one_works(checker: GrammarChe
     assert checker.child_pid == second
 
 
-async def test_child_that_dies_costs_one_grammar(checker: GrammarChecker) -> None:
+async def test_a_dying_checker_process_fails_only_one_grammar(checker: GrammarChecker) -> None:
     await checker.check(lark(GOOD), "it")
     assert checker.child_pid is not None
     os.kill(checker.child_pid, 11)  # as a stack overflow in the library does
@@ -84,7 +86,7 @@ async def test_child_that_dies_costs_one_grammar(checker: GrammarChecker) -> Non
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
-async def test_what_stops_the_child_from_outside_is_not_held_against_a_grammar(
+async def test_a_killed_or_stopped_child_does_not_count_against_the_grammar(
     checker: GrammarChecker, sent: signal.Signals
 ) -> None:
     await checker.check(lark(GOOD), "it")
@@ -93,7 +95,7 @@ async def test_what_stops_the_child_from_outside_is_not_held_against_a_grammar(
     await checker.check(lark('start: "c"'), "it")
 
 
-async def test_a_child_that_is_stopped_again_and_again_decides_nothing(
+async def test_a_checker_process_stopped_repeatedly_gives_no_verdict(
     checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checker_module, "COMPILE_TIMEOUT_S", 0.0)
@@ -104,12 +106,12 @@ async def test_a_child_that_is_stopped_again_and_again_decides_nothing(
     await checker.check(lark(GOOD), "it")
 
 
-async def test_same_grammar_is_compiled_once(checker: GrammarChecker) -> None:
+async def test_the_same_grammar_is_checked_once(checker: GrammarChecker) -> None:
     await asyncio.gather(*(checker.check(lark(GOOD), "it") for _ in range(200)))
     assert checker.num_verdicts == 1
 
 
-async def test_waiting_is_bounded(checker: GrammarChecker) -> None:
+async def test_the_number_of_waiting_grammar_checks_is_bounded(checker: GrammarChecker) -> None:
     checks = [checker.check(lark(f'start: "{n}"'), "it") for n in range(200)]
     results = await asyncio.gather(*checks, return_exceptions=True)
     refused = [result for result in results if isinstance(result, RateLimitError)]
@@ -117,7 +119,7 @@ async def test_waiting_is_bounded(checker: GrammarChecker) -> None:
     assert all(result is None for result in results if result not in refused)
 
 
-async def test_caller_that_leaves_does_not_stop_the_check(checker: GrammarChecker) -> None:
+async def test_a_cancelled_caller_does_not_stop_the_grammar_check(checker: GrammarChecker) -> None:
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.001):
             await checker.check(lark(GOOD), "it")
@@ -125,7 +127,7 @@ async def test_caller_that_leaves_does_not_stop_the_check(checker: GrammarChecke
     assert checker.num_verdicts == 1
 
 
-async def test_verdicts_are_bounded(
+async def test_cached_grammar_verdicts_are_bounded(
     checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checker_module, "MAX_VERDICTS", 3)
@@ -135,7 +137,7 @@ async def test_verdicts_are_bounded(
     assert checker.num_verdicts == 3
 
 
-async def test_the_verdict_that_was_used_longest_ago_is_forgotten(
+async def test_the_least_recently_used_grammar_verdict_is_evicted(
     checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checker_module, "MAX_VERDICTS", 2)
@@ -153,7 +155,7 @@ async def test_the_verdict_that_was_used_longest_ago_is_forgotten(
     assert compiled == [one, two, three]
 
 
-async def test_close_ends_the_child(checker: GrammarChecker) -> None:
+async def test_close_ends_the_checker_process(checker: GrammarChecker) -> None:
     await checker.check(lark(GOOD), "it")
     pid = checker.child_pid
     assert pid is not None

@@ -38,19 +38,19 @@ def refusal(schema: Any) -> str:
 
 
 @pytest.mark.parametrize("keyword", sorted(REFUSED))
-def test_refused_keyword_is_named_with_its_path(keyword: str) -> None:
+def test_an_unsupported_keyword_is_named_with_its_path(keyword: str) -> None:
     schema = {"properties": {"a": {"items": {keyword: {"type": "string"}}}}}
     assert refusal(schema).startswith(f"schema.properties.a.items: keyword '{keyword}' is not ")
 
 
 @pytest.mark.parametrize("keyword", sorted(WITHOUT_EFFECT))
-def test_refused_keyword_may_say_nothing(keyword: str) -> None:
+def test_unsupported_keywords_without_effect_are_accepted(keyword: str) -> None:
     for value in WITHOUT_EFFECT[keyword]:
         compile_schema({"type": "string", keyword: json.loads(value)}, "schema")
 
 
 @pytest.mark.parametrize("keyword", sorted(ANNOTATIONS - {"$schema", "$id"}) + ["x-order"])
-def test_annotations_pass(keyword: str) -> None:
+def test_annotation_keywords_are_ignored(keyword: str) -> None:
     assert accepts({"type": "integer", keyword: {}}, "1")
 
 
@@ -60,7 +60,7 @@ def test_unknown_keyword_is_refused() -> None:
     )
 
 
-def test_options_of_the_library_cannot_be_sent() -> None:
+def test_llguidance_options_in_a_schema_are_refused() -> None:
     schema = {"x-guidance": {"lenient": True, "whitespace_flexible": True}, "type": "array"}
     assert not accepts(schema, "[  ]")
 
@@ -104,7 +104,9 @@ def test_options_of_the_library_cannot_be_sent() -> None:
         ({"type": "integer", "format": "int32"}, ["2147483647"], ["2147483648"]),
     ],
 )  # fmt: skip
-def test_honoured_keywords(schema: Any, valid: list[str], invalid: list[str]) -> None:
+def test_supported_schema_keywords_are_enforced(
+    schema: Any, valid: list[str], invalid: list[str]
+) -> None:
     if valid:
         assert [accepts(schema, text) for text in valid] == [True] * len(valid)
         assert [accepts(schema, text) for text in invalid] == [False] * len(invalid)
@@ -130,14 +132,14 @@ def test_honoured_keywords(schema: Any, valid: list[str], invalid: list[str]) ->
         ("json-pointer", ["", "/a/~0b"], ["a", "/~2"]),
     ],
 )
-def test_formats(name: str, valid: list[str], invalid: list[str]) -> None:
+def test_string_formats_are_enforced(name: str, valid: list[str], invalid: list[str]) -> None:
     schema = {"type": "string", "format": name}
     assert [accepts(schema, json.dumps(text)) for text in valid] == [True] * len(valid)
     assert [accepts(schema, json.dumps(text)) for text in invalid] == [False] * len(invalid)
 
 
 @pytest.mark.parametrize("name", ["regex", "idn-hostname", "uri-template", "unknown", "made-up"])
-def test_other_formats_are_refused(name: str) -> None:
+def test_unsupported_string_formats_are_refused(name: str) -> None:
     assert refusal(STRING | {"format": name}).startswith(
         f'schema: format "{name}" is not supported; of: date, '
     )
@@ -178,11 +180,11 @@ def test_other_formats_are_refused(name: str) -> None:
         ({"const": "\ud800"}, "schema: the schema has half of a surrogate pair"),
     ],
 )  # fmt: skip
-def test_refusals(schema: Any, problem: str) -> None:
+def test_unsatisfiable_or_unsupported_schemas_are_refused(schema: Any, problem: str) -> None:
     assert refusal(schema).startswith(problem)
 
 
-def test_branches_told_apart_by_a_required_constant() -> None:
+def test_one_of_branches_with_a_required_constant_are_supported() -> None:
     """What pydantic writes for a discriminated union."""
     schema = {
         "oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}],
@@ -200,7 +202,7 @@ def test_branches_told_apart_by_a_required_constant() -> None:
     assert not accepts(schema, '{"kind": "cow"}')
 
 
-def test_property_without_finite_value_is_left_out() -> None:
+def test_an_optional_property_without_a_finite_value_is_left_out() -> None:
     schema = {
         "type": "object",
         "properties": {"a": {"$ref": "#/$defs/endless"}, "b": STRING},
@@ -217,7 +219,7 @@ def test_property_without_finite_value_is_left_out() -> None:
     assert not accepts(schema, '{"a": {"next": {}}}')
 
 
-def test_declared_name_has_one_spelling() -> None:
+def test_a_property_name_cannot_be_spelled_with_escapes() -> None:
     """Else another spelling of the name would be an additional property, with other rules."""
     schema = {
         "type": "object",
@@ -228,7 +230,7 @@ def test_declared_name_has_one_spelling() -> None:
     assert not accepts(schema, r'{"a": 1, "\u0061": "x"}')
 
 
-def test_older_drafts() -> None:
+def test_older_json_schema_drafts_are_supported() -> None:
     assert not accepts({"$schema": DRAFT4, "minimum": 1, "exclusiveMinimum": True}, "1")
     tuple_schema = {"$schema": DRAFT7, "items": [STRING], "additionalItems": {"type": "null"}}
     assert accepts(tuple_schema, '["a", null]')
@@ -239,10 +241,10 @@ def test_older_drafts() -> None:
 
 
 @pytest.mark.parametrize("text", ['{"a":1,"b":[1,2]}', '{"a": 1, "b": [1, 2]}'])
-def test_one_space_after_separators(text: str) -> None:
+def test_json_output_may_have_one_space_after_separators(text: str) -> None:
     assert accepts({"type": "object"}, text)
 
 
 @pytest.mark.parametrize("text", ['{ "a": 1}', '{"a":  1}', '{"a": 1 }', '{"a":\n1}', "{\n}"])
-def test_no_other_whitespace(text: str) -> None:
+def test_json_output_has_no_other_whitespace(text: str) -> None:
     assert not accepts({"type": "object"}, text)

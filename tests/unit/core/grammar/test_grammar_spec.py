@@ -48,7 +48,9 @@ def refusal(kind: str, source: str) -> str:
         (r"[&&\[~~\-]+", ["&[~-"], ["a"]),
     ],
 )
-def test_regular_expressions(pattern: str, valid: list[str], invalid: list[str]) -> None:
+def test_regex_grammars_accept_and_reject(
+    pattern: str, valid: list[str], invalid: list[str]
+) -> None:
     assert [accepts("regex", pattern, text) for text in valid] == [True] * len(valid)
     assert [accepts("regex", pattern, text) for text in invalid] == [False] * len(invalid)
 
@@ -61,13 +63,13 @@ def test_regular_expressions(pattern: str, valid: list[str], invalid: list[str])
         *("a{3,2}", f"a{{{MAX_REPEAT + 1}}}", r"\ud83d\ude00"),
     ],
 )
-def test_refused_regular_expressions(pattern: str) -> None:
+def test_unsupported_regular_expressions_are_refused(pattern: str) -> None:
     with pytest.raises(RegexError):
         translate(pattern, in_json=False)
     assert refusal("regex", pattern).startswith("it: the regular expression cannot be used: ")
 
 
-def test_choices_are_exact() -> None:
+def test_choice_grammars_accept_exactly_their_choices() -> None:
     choices = ["yes", "no (.*)", "é/\n", ""]
     for choice in choices:
         assert accepts("choice", json.dumps(choices), choice)
@@ -76,16 +78,16 @@ def test_choices_are_exact() -> None:
 
 
 @pytest.mark.parametrize("source", ["[]", "{}", '["a", 1]', "NaN", "[", "[" * 50_000])
-def test_refused_choices(source: str) -> None:
+def test_malformed_choice_lists_are_refused(source: str) -> None:
     assert refusal("choice", source).startswith("it: ")
 
 
-def test_any_object() -> None:
+def test_json_object_accepts_any_object_and_nothing_else() -> None:
     assert accepts("json_object", "", '{"a": [1, {"b": null}]}')
     assert not accepts("json_object", "", "[]")
 
 
-def test_lark() -> None:
+def test_lark_grammars_accept_and_reject() -> None:
     source = 'start: "a" rest\nrest: /[0-9]+/ | "(" rest ")"'
     assert accepts("grammar", source, "a((12))")
     assert not accepts("grammar", source, "a((12)")
@@ -103,12 +105,12 @@ ws ::= [ \t]*
 
 
 @pytest.mark.parametrize("text", ["1+2", " (1.5*caf\u00e9)+222\n7"])
-def test_gbnf(text: str) -> None:
+def test_gbnf_grammar_accepts_valid_text(text: str) -> None:
     assert accepts("grammar", GBNF, text)
 
 
 @pytest.mark.parametrize("text", ["1+", "(1", "1234", "1 + 2", ""])
-def test_gbnf_rejects(text: str) -> None:
+def test_gbnf_grammar_rejects_invalid_text(text: str) -> None:
     assert not accepts("grammar", GBNF, text)
 
 
@@ -123,7 +125,7 @@ def test_gbnf_rejects(text: str) -> None:
         ('root ::= ("a" | "b" root){2,}', "aab" + "aa"),
     ],
 )
-def test_gbnf_forms(source: str, text: str) -> None:
+def test_gbnf_syntax_forms_are_supported(source: str, text: str) -> None:
     assert accepts("grammar", source, text)
 
 
@@ -135,7 +137,7 @@ def test_gbnf_forms(source: str, text: str) -> None:
         *("root ::= []", 'root ::= "a"{1,1000000000}', "root ::= " + "(" * 200),
     ],
 )
-def test_refused_gbnf(source: str) -> None:
+def test_malformed_gbnf_is_refused(source: str) -> None:
     if source == "root = a":  # not GBNF, and not Lark either
         grammar = grammar_text(GrammarSpec(kind="grammar", source=source))
         assert problem_of(grammar, byte_tokenizer())
@@ -144,26 +146,26 @@ def test_refused_gbnf(source: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["json_schema", "regex", "choice", "grammar"])
-def test_size_is_limited_before_anything_is_parsed(kind: str) -> None:
+def test_grammar_size_is_limited_before_parsing(kind: str) -> None:
     assert "at most 65536 are taken" in refusal(kind, "(" * (MAX_SOURCE_BYTES + 1))
 
 
-def test_size_is_counted_in_bytes_and_the_limit_is_allowed() -> None:
+def test_grammar_size_is_counted_in_bytes_up_to_the_limit() -> None:
     assert refusal("choice", "x" * MAX_SOURCE_BYTES).startswith("it: it is not JSON")
     assert "at most 65536 are taken" in refusal("choice", "é" * (MAX_SOURCE_BYTES // 2 + 1))
 
 
 @pytest.mark.parametrize("source", ["NaN", "[Infinity]", '{"minimum": -Infinity}'])
-def test_numbers_that_json_lacks_are_refused(source: str) -> None:
+def test_nan_and_infinity_in_schemas_are_refused(source: str) -> None:
     assert "is not JSON" in refusal("json_schema", source)
 
 
 @pytest.mark.parametrize("kind", ["json_schema", "regex", "choice", "grammar"])
-def test_half_characters_are_refused(kind: str) -> None:
+def test_lone_surrogates_in_grammars_are_refused(kind: str) -> None:
     assert "surrogate" in refusal(kind, '"\ud800"')
 
 
-def test_the_library_is_loaded_only_when_needed() -> None:
+def test_llguidance_is_imported_only_when_needed() -> None:
     code = (
         "import sys, engine.core.grammar.spec, engine.core.grammar.checker; "
         "sys.exit('llguidance' in sys.modules)"

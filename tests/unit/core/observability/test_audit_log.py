@@ -8,7 +8,7 @@ from engine.plugins.audit_log import RequestAudit
 from tests.support.fakes.plugin_hosts import a_chat, fed, running
 
 
-async def test_the_audit_log_is_private_and_turns_over(tmp_path: Path) -> None:
+async def test_the_audit_log_is_private_and_rotated(tmp_path: Path) -> None:
     path = tmp_path / "log" / "audit.jsonl"
     options = {"path": str(path), "record": "texts", "max_size_mb": 0.002, "max_files": 2}
     async with running([RequestAudit()], options=options) as made:
@@ -22,7 +22,7 @@ async def test_the_audit_log_is_private_and_turns_over(tmp_path: Path) -> None:
     assert entries[-1]["completion_tokens"] == 6
 
 
-async def test_digests_tell_nothing_but_equality(tmp_path: Path) -> None:
+async def test_audit_log_digests_reveal_only_equality(tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
     async with running([RequestAudit()], options={"path": str(path)}) as made:
         await fed(made, a_chat("secret words"))

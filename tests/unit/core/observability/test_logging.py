@@ -47,7 +47,7 @@ def start(**settings: object) -> io.StringIO:
     return stream
 
 
-def test_json_record_has_the_documented_fields() -> None:
+def test_a_json_log_record_has_the_documented_fields() -> None:
     stream = start(format="json")
     with request_context("req-1"):
         LOGGER.info("served %d tokens", 3, extra={"status": 200, "seconds": 0.5})
@@ -65,7 +65,7 @@ def test_json_record_has_the_documented_fields() -> None:
 
 
 @pytest.mark.parametrize("log_format", ["json", "pretty"])
-def test_hostile_text_stays_on_one_line(log_format: str) -> None:
+def test_hostile_text_stays_on_one_log_line(log_format: str) -> None:
     stream = start(format=log_format)
     with request_context(HOSTILE):
         LOGGER.warning("model %s", HOSTILE, extra={"user": HOSTILE, "obj": {HOSTILE}})
@@ -83,7 +83,7 @@ def test_json_extras_cannot_replace_fields_or_break_json() -> None:
 
 
 @pytest.mark.parametrize("log_format", ["json", "pretty"])
-def test_exception_text_cannot_forge_a_record(log_format: str) -> None:
+def test_exception_text_cannot_forge_a_log_record(log_format: str) -> None:
     stream = start(format=log_format)
     try:
         raise ValueError("x\n12:00:00.000 INFO engine: forged")
@@ -116,7 +116,7 @@ def test_request_ids_do_not_leak_between_tasks() -> None:
     }
 
 
-def test_second_setup_replaces_the_first() -> None:
+def test_a_second_logging_setup_replaces_the_first() -> None:
     first = start(format="pretty")
     second = start(format="json", level="warning")
     LOGGER.info("too quiet")
@@ -125,7 +125,7 @@ def test_second_setup_replaces_the_first() -> None:
     assert [json.loads(line)["message"] for line in lines_of(second)] == ["once"]
 
 
-def test_uvicorn_writes_through_the_same_handler() -> None:
+def test_uvicorn_logs_through_the_same_handler() -> None:
     uvicorn = logging.getLogger("uvicorn.error")
     uvicorn.addHandler(logging.StreamHandler(io.StringIO()))
     stream = start(format="json")

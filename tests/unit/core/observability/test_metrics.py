@@ -72,7 +72,7 @@ def test_dashboard_series_exist_before_any_request(metrics: Metrics) -> None:
     assert not [name for name in samples if name.endswith("_created")]
 
 
-def test_requests_in_flight_are_counted_when_somebody_looks(metrics: Metrics) -> None:
+def test_requests_in_flight_are_counted_when_scraped(metrics: Metrics) -> None:
     pumps = [object(), object()]
     metrics.watch_in_flight(lambda: len(pumps))
     assert value(metrics, "engine_requests_in_flight") == 2
@@ -103,7 +103,7 @@ def test_finished_request_reaches_every_histogram(metrics: Metrics) -> None:
         assert value(metrics, name + "_count") == 1, name
 
 
-def test_choices_are_counted_one_by_one(metrics: Metrics) -> None:
+def test_finish_reasons_and_tokens_are_counted_per_choice(metrics: Metrics) -> None:
     metrics.request_finished(
         replace(REQUEST, finish_reasons=("stop", "length"), choice_tokens=(3, 8))
     )
@@ -115,7 +115,7 @@ def test_choices_are_counted_one_by_one(metrics: Metrics) -> None:
     assert value(metrics, name) == pytest.approx(0.5 / 7)
 
 
-def test_what_is_unknown_of_an_unfinished_request_is_not_counted_as_zero(metrics: Metrics) -> None:
+def test_unknown_figures_of_an_aborted_request_are_not_counted_as_zero(metrics: Metrics) -> None:
     metrics.request_finished(replace(REQUEST, finish_reasons=("abort",), usage=None))
     assert value(metrics, "engine_requests_total", outcome="abort") == 1
     assert value(metrics, "vllm:request_generation_tokens_sum") == 11
@@ -123,7 +123,7 @@ def test_what_is_unknown_of_an_unfinished_request_is_not_counted_as_zero(metrics
     assert value(metrics, "vllm:request_prompt_tokens_count") == 0
 
 
-def test_refused_request_is_no_failure_of_the_engine(metrics: Metrics) -> None:
+def test_a_refused_request_is_not_counted_as_an_engine_error(metrics: Metrics) -> None:
     metrics.request_refused()
     assert value(metrics, "engine_requests_total", outcome="refused") == 1
     assert value(metrics, "engine_requests_total", outcome="error") == 0
@@ -139,7 +139,7 @@ def test_request_without_tokens_has_no_token_times(metrics: Metrics) -> None:
     assert value(metrics, "vllm:request_time_per_output_token_seconds_count") == 0
 
 
-def test_snapshots_add_what_grew(metrics: Metrics) -> None:
+def test_engine_snapshots_increase_counters_by_their_difference(metrics: Metrics) -> None:
     steps = StepCounter()
 
     def stats(*sizes: int, **totals: int) -> EngineStats:
@@ -172,14 +172,14 @@ def test_totals_survive_an_engine_restart(metrics: Metrics, announced: bool) -> 
     assert value(metrics, "engine_restarts_total") == (1 if announced else 0)
 
 
-def test_restart_is_not_mistaken_when_the_new_engine_is_ahead(metrics: Metrics) -> None:
+def test_totals_are_right_if_the_restarted_engines_counters_are_higher(metrics: Metrics) -> None:
     metrics.observe(EngineStats(num_steps=1, prompt_tokens=5))
     metrics.engine_restarted()
     metrics.observe(EngineStats(num_steps=9, prompt_tokens=6))
     assert value(metrics, "vllm:prompt_tokens_total") == 11
 
 
-def test_block_states_add_up_and_vanish_with_the_engine(metrics: Metrics) -> None:
+def test_kv_block_states_add_up_and_vanish_with_the_engine(metrics: Metrics) -> None:
     stats = EngineStats(
         num_running=2,
         num_waiting=3,
@@ -200,7 +200,7 @@ def test_block_states_add_up_and_vanish_with_the_engine(metrics: Metrics) -> Non
     assert value(metrics, "vllm:cache_config_info", block_size="16", num_gpu_blocks="100") is None
 
 
-def test_windowed_blocks_are_counted_apart_and_the_fuller_pool_tells_the_usage(
+def test_windowed_blocks_have_own_metrics_and_usage_is_the_fuller_pools(
     metrics: Metrics,
 ) -> None:
     metrics.observe(
@@ -219,7 +219,7 @@ def test_windowed_blocks_are_counted_apart_and_the_fuller_pool_tells_the_usage(
     assert value(metrics, "vllm:kv_cache_usage_perc") == pytest.approx(0.75)
 
 
-def test_clients_cannot_add_series(metrics: Metrics) -> None:
+def test_clients_cannot_add_metric_series(metrics: Metrics) -> None:
     metrics.http_request("/v1/models/{model_id:path}", "GET", 200, 0.1)
     metrics.http_request(None, "GET", 404, 0.1)
     metrics.http_request(None, "BREW", 404, 0.1)
@@ -229,7 +229,7 @@ def test_clients_cannot_add_series(metrics: Metrics) -> None:
     assert metrics.render()[0].count(b"\n") == before
 
 
-def test_process_figures_cover_server_and_workers(metrics: Metrics) -> None:
+def test_process_metrics_cover_server_and_worker(metrics: Metrics) -> None:
     memory = metrics.registry.get_sample_value(
         "engine_process_resident_memory_bytes", {"process": "server"}
     )
@@ -240,7 +240,7 @@ def test_process_figures_cover_server_and_workers(metrics: Metrics) -> None:
 
 
 @pytest.mark.parametrize("count", [3, MAX_NOTED + 3])
-def test_gaps_between_tokens_are_counted_under_both_names(metrics: Metrics, count: int) -> None:
+def test_inter_token_latency_is_exported_under_both_names(metrics: Metrics, count: int) -> None:
     for _ in range(count):
         metrics.inter_token(0.02)
     metrics.inter_token(0.1, 4)  # four tokens in a chunk: 0.025 each, which is an edge

@@ -38,7 +38,7 @@ def known_metrics() -> set[str]:
     return known
 
 
-def test_the_dashboard_is_the_one_that_its_script_writes() -> None:
+def test_dashboard_json_equals_the_output_of_its_script() -> None:
     script = runpy.run_path(str(FOLDER / "dashboard.py"))
     assert DASHBOARD.read_text() == script["text"](), "run deploy/observability/dashboard.py"
     panels = script["dashboard"]()["panels"]
@@ -46,7 +46,7 @@ def test_the_dashboard_is_the_one_that_its_script_writes() -> None:
     assert len(set(places)) == len(places) and len({panel["id"] for panel in panels}) == len(panels)
 
 
-def test_every_query_and_alert_is_about_metrics_that_exist() -> None:
+def test_dashboard_queries_and_alerts_use_existing_metrics() -> None:
     rules = "\n".join(
         line for line in ALERTS.splitlines() if "summary:" not in line and "#" not in line
     )
@@ -57,14 +57,14 @@ def test_every_query_and_alert_is_about_metrics_that_exist() -> None:
     assert asked <= known_metrics()
 
 
-def test_every_alert_has_a_case_that_fires_it() -> None:
+def test_every_alert_has_a_test_case_that_fires_it() -> None:
     alerts = re.findall(r"- alert: (\w+)", ALERTS)
     fired = (FOLDER / "alerts_test.yml").read_text()
     assert len(alerts) > 10
     assert [name for name in alerts if f"- name: {name}\n" not in fired] == []
 
 
-def test_prometheus_asks_the_address_of_a_server_without_settings() -> None:
+def test_the_prometheus_config_scrapes_the_default_address() -> None:
     # A server refuses names in `Host` that it does not know, such as those of containers.
     server = ServerSettings()
     scraping = (FOLDER / "prometheus.yml").read_text()

@@ -113,7 +113,7 @@ class Toy(ToyBackend):
         return None
 
 
-async def test_the_engines_own_times_become_spans(receiver: Receiver) -> None:
+async def test_engine_timings_become_spans(receiver: Receiver) -> None:
     backend = Toy()
     await backend.start()
     try:
@@ -140,7 +140,7 @@ async def test_the_engines_own_times_become_spans(receiver: Receiver) -> None:
 
 
 @pytest.mark.parametrize("protocol", ["http/protobuf", "grpc"])
-async def test_spans_and_metrics_follow_the_conventions(
+async def test_spans_and_metrics_follow_the_otel_conventions(
     protocol: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_SERVICE_NAME", "my-llm")
@@ -174,7 +174,7 @@ async def test_spans_and_metrics_follow_the_conventions(
         assert point.count == 1 and 0 < point.sum < root.seconds + 1e-6
 
 
-async def test_prefill_is_as_long_as_the_engine_says(receiver: Receiver) -> None:
+async def test_the_prefill_span_is_as_long_as_the_engine_reports(receiver: Receiver) -> None:
     backend = FakeBackend()
     backend.prefill_s = 0.05
     async with traced(backend, receiver) as client:
@@ -183,7 +183,9 @@ async def test_prefill_is_as_long_as_the_engine_says(receiver: Receiver) -> None
 
 
 @pytest.mark.parametrize("captures", [False, True])
-async def test_texts_are_in_traces_only_if_asked(receiver: Receiver, captures: bool) -> None:
+async def test_prompt_and_answer_are_in_traces_only_if_enabled(
+    receiver: Receiver, captures: bool
+) -> None:
     backend = FakeBackend()
     backend.script = call_script(("look", '{"where": "there"}'), said="Wait.")
     async with traced(backend, receiver, capture_content=captures) as client:
@@ -199,7 +201,7 @@ async def test_texts_are_in_traces_only_if_asked(receiver: Receiver, captures: b
         assert answer["parts"][1] == call | {"arguments": '{"where": "there"}'}
 
 
-async def test_records_of_ended_requests_hold_no_trace(receiver: Receiver) -> None:
+async def test_records_of_finished_requests_hold_no_trace(receiver: Receiver) -> None:
     app = create_app(
         make_settings(tracing=tracing(receiver)), FakeBackend(), Metrics("engine-test")
     )
@@ -213,7 +215,7 @@ async def test_records_of_ended_requests_hold_no_trace(receiver: Receiver) -> No
         await component.stop()
 
 
-async def test_parsing_of_tool_calls_is_a_part_of_decode(receiver: Receiver) -> None:
+async def test_tool_call_parsing_is_inside_the_decode_span(receiver: Receiver) -> None:
     backend = FakeBackend()
     backend.script = call_script(("look", "{}"), ("look", "{}"))
     async with traced(backend, receiver) as client:
@@ -241,7 +243,7 @@ async def test_200_requests_at_once_lose_no_span(receiver: Receiver) -> None:
         ({"slow_s": 0.0}, "01", True),
     ],
 )
-async def test_what_is_sampled(
+async def test_sampling_ratio_and_parent_flags_decide_which_traces_are_sent(
     receiver: Receiver, fields: dict[str, Any], flags: str | None, is_sent: bool
 ) -> None:
     parent = {} if flags is None else {"traceparent": f"00-{CLIENT_TRACE}-{CLIENT_SPAN}-{flags}"}
@@ -253,7 +255,7 @@ async def test_what_is_sampled(
     assert point.count == 1
 
 
-async def test_a_call_that_fails_after_another_ends_after_it_began(receiver: Receiver) -> None:
+async def test_the_span_of_a_failed_retry_ends_after_it_began(receiver: Receiver) -> None:
     telemetry = new_telemetry(TracingSettings(**tracing(receiver)))
     assert telemetry is not None
     trace = telemetry.begin(PARENT, time.monotonic())
@@ -280,7 +282,7 @@ async def test_a_call_that_fails_after_another_ends_after_it_began(receiver: Rec
     assert all(each.start_ns <= each.end_ns for each in calls)
 
 
-async def test_a_failed_request_is_sent_however_quick(receiver: Receiver) -> None:
+async def test_a_failed_request_is_traced_however_quick_it_was(receiver: Receiver) -> None:
     backend = FakeBackend()
     backend.failure = UnavailableError("it is gone")
     async with traced(backend, receiver, slow_s=60.0) as client:
@@ -292,7 +294,7 @@ async def test_a_failed_request_is_sent_however_quick(receiver: Receiver) -> Non
     assert "gen_ai.server.time_to_first_token" not in receiver.metrics
 
 
-async def test_without_tracing_the_clients_headers_are_passed_on() -> None:
+async def test_without_tracing_traceparent_headers_are_forwarded() -> None:
     answer = stream(*HELLO, *ENDING)
     async with scripted_server(answer) as server, started(server.url) as backend:
         app = create_app(make_settings(), backend, Metrics("m"))
@@ -306,7 +308,7 @@ async def test_without_tracing_the_clients_headers_are_passed_on() -> None:
 
 
 @pytest.mark.parametrize("format", ["json", "pretty"])
-async def test_log_lines_carry_the_trace(format: str) -> None:
+async def test_log_lines_carry_the_trace_id(format: str) -> None:
     text, root = io.StringIO(), logging.getLogger()
     before = root.level, list(root.handlers)
     setup_logging("info", format, text)
@@ -335,11 +337,13 @@ async def test_log_lines_carry_the_trace(format: str) -> None:
         "00-\r\nX-Evil: 1",
     ],
 )
-def test_invalid_ids_name_no_trace(header: str) -> None:
+def test_invalid_traceparent_headers_are_ignored(header: str) -> None:
     assert client_trace({"traceparent": header}) is None
 
 
-async def test_a_server_stops_without_its_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_stops_although_its_trace_collector_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(otel, "STOP_S", 0.2)
     nowhere = {"enabled": True, "endpoint": f"http://127.0.0.1:{free_port()}"}
     app = create_app(make_settings(tracing=nowhere), FakeBackend(), Metrics("engine-test"))
@@ -352,12 +356,12 @@ async def test_a_server_stops_without_its_collector(monkeypatch: pytest.MonkeyPa
     assert time.monotonic() - began < 5, "the exporters try again for longer"
 
 
-def test_opentelemetrys_own_switch_turns_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_otel_sdk_disabled_turns_tracing_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
     assert new_telemetry(TracingSettings(enabled=True)) is None
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_opentelemetry_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "engine.core.observability.otel", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(ConfigError, match=r"pip install 'engine\[otel\]'"):

@@ -57,14 +57,14 @@ def parse(tools: ToolFormat, text: str) -> tuple[str, Calls]:
 
 
 @pytest.mark.parametrize("tools", [*FORMATS, MISTRAL_ARGS])
-def test_reads_what_it_writes(tools: ToolFormat) -> None:
+def test_parser_reads_calls_that_the_format_writes(tools: ToolFormat) -> None:
     calls = [("get_weather", PARIS), ("now", "{}"), ("get_weather", '{"city": "}\\"]"}')]
     for several in (calls[:1], calls):
         assert parse(tools, tools.write(several)) == ("", several)
 
 
 @pytest.mark.parametrize("tools", FORMATS)
-def test_text_stays_text(tools: ToolFormat) -> None:
+def test_plain_text_is_not_parsed_as_calls(tools: ToolFormat) -> None:
     for text in ("", " \n", "Hello.", ' The set {"name": 1} [x]\n', "[1, 2]", "```python\nx\n```"):
         assert parse(tools, text) == (text, [])
 
@@ -98,7 +98,9 @@ def test_text_stays_text(tools: ToolFormat) -> None:
         ('{"name": "get_weather", "arguments": null}', "{}"),
     ],
 )
-def test_ways_to_write_a_call(tools: ToolFormat, text: str, call: str, arguments: str) -> None:
+def test_spelling_variants_of_tool_calls_are_read(
+    tools: ToolFormat, text: str, call: str, arguments: str
+) -> None:
     assert parse(tools, text % call) == ("", [("get_weather", arguments)])
 
 
@@ -119,13 +121,13 @@ def test_ways_to_write_a_call(tools: ToolFormat, text: str, call: str, arguments
     ],
 )
 @pytest.mark.parametrize("tools", FORMATS)
-def test_what_is_no_call_is_given_out_again(tools: ToolFormat, broken: str) -> None:
+def test_malformed_calls_are_returned_as_text(tools: ToolFormat, broken: str) -> None:
     text = tools.write([("now", "{}")]).replace('{"name": "now", "arguments": {}}', broken)
     text = text.replace('{"name": "now", "parameters": {}}', broken)
     assert parse(tools, text) == (text, [])
 
 
-def test_text_around_calls() -> None:
+def test_text_around_tool_calls_is_returned() -> None:
     call = HERMES.write([("now", "{}")])
     assert parse(HERMES, f"Let me see.\n{call}\n{call}\nDone.") == (
         "Let me see.\n\nDone.",
@@ -139,21 +141,21 @@ def test_text_around_calls() -> None:
     assert parse(LLAMA3, 'One. <|python_tag|>{"name": "now"}') == ("One. ", [("now", "{}")])
 
 
-def test_calls_without_separators_or_with_too_many() -> None:
+def test_tool_calls_may_lack_separators_or_have_extra_ones() -> None:
     two = [("now", "{}"), ("now", "{}")]
     assert parse(LLAMA3, '{"name": "now"}\n{"name": "now"};') == ("", two)
     assert parse(HERMES, '<tool_call>{"name": "now"}<tool_call>{"name": "now"}') == ("", two)
     assert parse(JSON, '{"name": "now"}\n{"name": "now"}') == ("", two)
 
 
-def test_mistral_calls_by_name() -> None:
+def test_mistral_named_calls_with_args_marker_are_read() -> None:
     text = '[TOOL_CALLS]now[ARGS]{}[TOOL_CALLS]get_weather[CALL_ID]abc123def[ARGS]{"city": "Paris"}'
     assert parse(MISTRAL, text) == ("", [("now", "{}"), ("get_weather", PARIS)])
     for text in ("[TOOL_CALLS]rm[ARGS]{}", "[TOOL_CALLS]now[ARGS]x", "[TOOL_CALLS]nowhere{}"):
         assert parse(MISTRAL, text) == (text, [])
 
 
-def test_a_failed_call_does_not_hide_the_next() -> None:
+def test_a_malformed_call_does_not_hide_the_next_one() -> None:
     good = HERMES.write([("now", "{}")])
     for bad in ("<tool_call>\n", '<tool_call>{"name": "rm"}', '<tool_call>{"name": "no'):
         assert parse(HERMES, f"{bad}\n{good}") == (f"{bad}\n", [("now", "{}")])
@@ -161,19 +163,19 @@ def test_a_failed_call_does_not_hide_the_next() -> None:
     assert parse(JSON, text) == (', {"name": "rm"}]', [("now", "{}")])
 
 
-def test_broken_arguments_leave_the_call_incomplete() -> None:
+def test_malformed_arguments_leave_the_call_incomplete() -> None:
     text = '<tool_call>{"name": "now", "arguments": {"a": 1, oops}}</tool_call>'
     assert parse(HERMES, text) == ("oops}}</tool_call>", [("now", '{"a": 1, ')])
     assert parse(LLAMA3, '{"name": "now", "parameters": {"a": "b') == ("", [("now", '{"a": "b')])
 
 
-def test_what_breaks_behind_the_arguments_does_not_lose_the_call() -> None:
+def test_broken_text_after_the_arguments_does_not_lose_the_call() -> None:
     text = '<tool_call>{"name": "now", "arguments": {"a": 1}\n</tool_call>Hi'
     assert parse(HERMES, text) == ("Hi", [("now", '{"a": 1}')])
     assert parse(LLAMA3, '{"name": "now", "parameters": {}, oops') == (", oops", [("now", "{}")])
 
 
-def test_arguments_are_passed_on_while_they_are_written() -> None:
+def test_arguments_are_streamed_while_they_are_generated() -> None:
     parser = OutputParser(HERMES, NAMES)
     assert parser.push('Hi <tool_call>\n{"name": "now", ') == [TextPiece("Hi ")]
     assert parser.push('"arguments": ') == [] and parser.num_calls == 0
@@ -185,7 +187,7 @@ def test_arguments_are_passed_on_while_they_are_written() -> None:
     assert parser.push("}\n</tool_call>") == [] == parser.flush()
 
 
-def test_only_a_possible_marker_is_held_back() -> None:
+def test_only_a_possible_marker_prefix_is_held_back() -> None:
     parser = OutputParser(HERMES, NAMES)
     assert parser.push("a <tool") == [TextPiece("a ")]
     assert parser.push("box> <") == [TextPiece("<toolbox> ")]
@@ -208,7 +210,9 @@ def test_only_a_possible_marker_is_held_back() -> None:
         (True, "Hm", "Hm", ""),
     ],
 )
-def test_reasoning(opened: bool, text: str, reasoning: str, content: str) -> None:
+def test_reasoning_is_separated_from_the_answer(
+    opened: bool, text: str, reasoning: str, content: str
+) -> None:
     for cuts in ([text], list(text)):
         parser = OutputParser(None, frozenset(), THINK, opened)
         assert parser.in_reasoning == opened
@@ -217,7 +221,7 @@ def test_reasoning(opened: bool, text: str, reasoning: str, content: str) -> Non
         assert not parser.in_reasoning
 
 
-def test_inside_reasoning_nothing_is_a_call() -> None:
+def test_call_markers_inside_reasoning_are_ignored() -> None:
     output = OutputFormat.of("<think> {{ tools }} <tool_call>", {"<tool_call>": 7, "</think>": 8})
     call = HERMES.write([("now", "{}")])
     parser = output.parser(TOOLS, ToolChoice(), opened=False)
@@ -228,7 +232,7 @@ def test_inside_reasoning_nothing_is_a_call() -> None:
     assert output.shown_ids(with_tools=True) == {7, 8} and output.shown_ids(False) == {8}
 
 
-def test_a_choice_decides_which_calls_count() -> None:
+def test_tool_choice_decides_which_calls_are_parsed() -> None:
     output = OutputFormat.of(None, {})
     for choice, num_calls in (
         (ToolChoice("none"), 0),
@@ -241,13 +245,13 @@ def test_a_choice_decides_which_calls_count() -> None:
         assert parser.num_calls == num_calls and (text == "") == bool(num_calls)
 
 
-def test_ids_have_the_shape_that_the_template_takes() -> None:
+def test_call_ids_have_the_shape_that_the_template_requires() -> None:
     ids = {MISTRAL.new_call_id() for _ in range(50)}
     assert len(ids) == 50 and all(len(each) == 9 and each.isalnum() for each in ids)
     assert HERMES.new_call_id().startswith("call_")
 
 
-def test_arguments_in_a_string_that_spell_half_a_character_are_no_call() -> None:
+def test_string_arguments_with_a_lone_surrogate_are_not_a_call() -> None:
     text = r'{"name": "now", "arguments": "{\"a\": \"\ud800\"}"}'
     assert parse(JSON, text) == (text, [])
     whole = r'{"name": "now", "arguments": "{\"a\": \"\ud83e\udd9c\"}"}'
@@ -255,7 +259,7 @@ def test_arguments_in_a_string_that_spell_half_a_character_are_no_call() -> None
 
 
 @pytest.mark.parametrize("tools", [*FORMATS, MISTRAL_ARGS])
-def test_calls_cut_in_two_anywhere_are_the_same_calls(tools: ToolFormat) -> None:
+def test_calls_are_the_same_for_every_split_of_the_text(tools: ToolFormat) -> None:
     calls = [("get_weather", '{"city": "\\u00e9\\"}", "n": [-1.5e3, null]}'), ("now", "{}")]
     text = tools.write(calls)
     for cut in range(len(text) + 1):
@@ -275,7 +279,7 @@ BAD_JSON = (
 
 
 @pytest.mark.parametrize("text", [*GOOD_JSON, *BAD_JSON])
-def test_json_is_known_wherever_it_is_cut(text: str) -> None:
+def test_the_json_scanner_works_for_every_split(text: str) -> None:
     for cut in range(len(text) + 1):
         scanner = JsonScanner()
         rest = ""
@@ -284,7 +288,7 @@ def test_json_is_known_wherever_it_is_cut(text: str) -> None:
         assert (scanner.done and not rest.strip()) == (text in GOOD_JSON), cut
 
 
-def test_no_more_of_a_name_is_read_than_it_may_have() -> None:
+def test_a_word_is_read_up_to_its_length_limit() -> None:
     source = Source()
     source.push("abcdef")
     steps = source.word(3)
@@ -301,7 +305,7 @@ def test_no_more_of_a_name_is_read_than_it_may_have() -> None:
     assert (read.value.value, source.num_unread) == ("abc", 3)
 
 
-def test_arguments_before_the_name_come_without_the_space_around_them() -> None:
+def test_arguments_before_the_name_are_stripped_of_whitespace() -> None:
     text = '{"arguments":  {"city": "Paris"}  , "name": "get_weather"}'
     assert parse(HERMES, f"<tool_call>{text}</tool_call>") == ("", [("get_weather", PARIS)])
     given = json.dumps(f" {PARIS}\n")
@@ -309,12 +313,12 @@ def test_arguments_before_the_name_come_without_the_space_around_them() -> None:
     assert parse(HERMES, f"<tool_call>{text}</tool_call>") == ("", [("get_weather", PARIS)])
 
 
-def test_the_first_name_is_the_calls() -> None:
+def test_the_first_of_several_name_keys_names_the_call() -> None:
     text = '{"name": "get_weather", "name": "now", "arguments": {"city": "Paris"}}'
     assert parse(JSON, text) == ("", [("get_weather", PARIS)])
 
 
-def test_a_fence_that_was_not_opened_is_text() -> None:
+def test_a_closing_code_fence_without_an_opening_one_is_text() -> None:
     call = f'{{"name": "get_weather", "arguments": {PARIS}}}'
     assert parse(JSON, f"{call}\n```") == ("\n```", [("get_weather", PARIS)])
     assert parse(JSON, f"```json\n{call}\n```") == ("", [("get_weather", PARIS)])

@@ -143,7 +143,9 @@ def control(request: pytest.FixtureRequest) -> Mapping[str, int]:
 
 
 @pytest.mark.parametrize("tools", FORMATS)
-def test_required_is_calls_and_nothing_else(tools: ToolFormat, control: Mapping[str, int]) -> None:
+def test_tool_choice_required_allows_only_calls(
+    tools: ToolFormat, control: Mapping[str, int]
+) -> None:
     several = tools.write([COUNT, EMPTY])
     for parallel in (True, False):
         grammar = tools.grammar(TOOLS, REQUIRED, parallel, control)
@@ -155,7 +157,9 @@ def test_required_is_calls_and_nothing_else(tools: ToolFormat, control: Mapping[
 
 
 @pytest.mark.parametrize("tools", FORMATS)
-def test_calls_match_the_tools(tools: ToolFormat, control: Mapping[str, int]) -> None:
+def test_grammars_enforce_tool_names_and_argument_schemas(
+    tools: ToolFormat, control: Mapping[str, int]
+) -> None:
     for choice in (REQUIRED, AUTO):
         grammar = tools.grammar(TOOLS, choice, True, control)
         for name, arguments in (
@@ -173,7 +177,9 @@ def test_calls_match_the_tools(tools: ToolFormat, control: Mapping[str, int]) ->
 
 
 @pytest.mark.parametrize("tools", FORMATS)
-def test_named_is_one_call_of_that_tool(tools: ToolFormat, control: Mapping[str, int]) -> None:
+def test_tool_choice_named_allows_one_call_of_that_tool(
+    tools: ToolFormat, control: Mapping[str, int]
+) -> None:
     grammar = tools.grammar(TOOLS, NAMED, True, control)
     assert accepts(grammar, tools.write([EMPTY]), control)
     for calls in ([COUNT], [EMPTY, EMPTY]):
@@ -181,7 +187,9 @@ def test_named_is_one_call_of_that_tool(tools: ToolFormat, control: Mapping[str,
 
 
 @pytest.mark.parametrize("tools", FORMATS)
-def test_auto_is_text_until_a_call_begins(tools: ToolFormat, control: Mapping[str, int]) -> None:
+def test_tool_choice_auto_allows_text_until_a_call_begins(
+    tools: ToolFormat, control: Mapping[str, int]
+) -> None:
     one, several = tools.write([COUNT]), tools.write([COUNT, EMPTY])
     for parallel in (True, False):
         grammar = tools.grammar(TOOLS, AUTO, parallel, control)
@@ -195,7 +203,7 @@ def test_auto_is_text_until_a_call_begins(tools: ToolFormat, control: Mapping[st
             assert not accepts(grammar, f"Hi\n{one[:-1]}", control)
 
 
-def test_without_a_marker_text_must_not_begin_like_a_call() -> None:
+def test_formats_without_markers_forbid_text_that_begins_like_a_call() -> None:
     for tools in (LLAMA3, JSON):
         grammar = tools.grammar(TOOLS, AUTO, True)
         assert not accepts(grammar, '{"title": 1}') and not accepts(grammar, ' {"title": 1}')
@@ -206,7 +214,7 @@ def test_without_a_marker_text_must_not_begin_like_a_call() -> None:
     assert not accepts(LLAMA3.grammar(TOOLS, AUTO, True, control), tagged[:-1], control)
 
 
-def test_none_and_no_tools_force_nothing() -> None:
+def test_tool_choice_none_or_no_tools_gives_no_grammar() -> None:
     for tools in FORMATS:
         assert tools.grammar(TOOLS, ToolChoice("none"), True) is None
         assert tools.grammar([], AUTO, True) is None
@@ -220,7 +228,9 @@ ANSWERS = (
 
 
 @pytest.mark.parametrize("answer", ANSWERS, ids=["lark", "json"])
-def test_calls_or_a_formatted_answer(answer: str, control: Mapping[str, int]) -> None:
+def test_auto_with_a_response_format_allows_calls_or_the_format(
+    answer: str, control: Mapping[str, int]
+) -> None:
     for tools in MARKED:
         grammar = tools.grammar(TOOLS, AUTO, True, control, answer=answer)
         assert accepts(grammar, '{"ok": 1}', control)
@@ -234,7 +244,7 @@ def test_calls_or_a_formatted_answer(answer: str, control: Mapping[str, int]) ->
 
 
 @pytest.mark.parametrize("answer", ANSWERS, ids=["lark", "json"])
-def test_reasoning_before_a_formatted_answer(answer: str, control: Mapping[str, int]) -> None:
+def test_reasoning_may_precede_a_formatted_answer(answer: str, control: Mapping[str, int]) -> None:
     opened = with_reasoning(THINK, answer, True, control)
     assert accepts(opened, 'Hm {"ok":\n</think>\n\n{"ok": 1}', control)
     assert not accepts(opened, '{"ok": 1}', control)
@@ -246,7 +256,9 @@ def test_reasoning_before_a_formatted_answer(answer: str, control: Mapping[str, 
 
 
 @pytest.mark.parametrize("tools", FORMATS)
-def test_reasoning_before_calls(tools: ToolFormat, control: Mapping[str, int]) -> None:
+def test_reasoning_may_precede_calls_and_may_mention_markers(
+    tools: ToolFormat, control: Mapping[str, int]
+) -> None:
     """A marker inside the reasoning begins no call; behind it, it does."""
     output = OutputFormat(tools, OutputFormat.of("<think>", {}).reasoning, control)
     call = tools.write([EMPTY])
@@ -263,7 +275,7 @@ def test_reasoning_before_calls(tools: ToolFormat, control: Mapping[str, int]) -
         assert not accepts(required, thought + "Hi", control)
 
 
-def test_only_a_strict_tool_is_held_to_every_keyword() -> None:
+def test_only_strict_tools_enforce_every_schema_keyword() -> None:
     properties = {"a": {"not": {}}, "b": {"$ref": "#/$defs/b"}}
     parameters = {"type": "object", "properties": properties, "required": ["b"]}
     parameters["$defs"] = {"b": {"type": "integer"}}
@@ -282,7 +294,9 @@ def test_only_a_strict_tool_is_held_to_every_keyword() -> None:
     "parameters",
     [{"properties": 5}, {"$ref": "#/nowhere"}, {"allOf": [{"not": {}}]}, {"$schema": "odd:"}],
 )
-def test_arguments_are_an_object_whatever_the_schema(parameters: dict[str, Any]) -> None:
+def test_arguments_are_an_object_whatever_the_parameter_schema_says(
+    parameters: dict[str, Any],
+) -> None:
     function = {"name": "f", "parameters": parameters}
     grammar = JSON.grammar([{"type": "function", "function": function}], REQUIRED, True)
     assert accepts(grammar, JSON.write([("f", "{}")]))
@@ -290,14 +304,14 @@ def test_arguments_are_an_object_whatever_the_schema(parameters: dict[str, Any])
 
 
 @pytest.mark.parametrize("tools", FORMATS)
-def test_without_the_vocabulary_grammars_compile_by_text(tools: ToolFormat) -> None:
+def test_without_a_vocabulary_markers_are_matched_as_text(tools: ToolFormat) -> None:
     output = OutputFormat(tools, OutputFormat.of("<think>", {}).reasoning, {"[TOOL_CALLS]": 49_000})
     for choice in (AUTO, REQUIRED, NAMED):
         grammar = output.by_text().grammar(TOOLS, choice, True, None, opened=False)
         assert problem_of(grammar or "", byte_tokenizer()) is None
 
 
-def test_many_tools() -> None:
+def test_a_grammar_of_128_tools_compiles() -> None:
     tools = [
         {"type": "function", "function": {"name": f"tool-{index}", "parameters": PARAMETERS}}
         for index in range(128)
@@ -325,7 +339,7 @@ def walk(grammar: str, vocabulary: Vocabulary, rng: random.Random) -> str:
 
 
 @pytest.mark.parametrize("tools", FORMATS)
-def test_whatever_a_forced_grammar_lets_through_is_calls(
+def test_random_outputs_of_forced_grammars_parse_as_valid_calls(
     tools: ToolFormat, control: Mapping[str, int]
 ) -> None:
     schemas = {"get_weather": PARAMETERS, "get": NOTHING}
@@ -342,13 +356,13 @@ def test_whatever_a_forced_grammar_lets_through_is_calls(
             jsonschema.validate(json.loads(arguments), schemas[str(first.name)])
 
 
-def test_a_named_tool_that_is_not_there_is_refused() -> None:
+def test_tool_choice_of_an_unknown_tool_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="missing") as refused:
         HERMES.grammar(TOOLS, ToolChoice("named", "missing"), True)
     assert refused.value.param == "tool_choice"
 
 
-def test_trying_out_properties_takes_time_in_proportion_to_the_schema(monkeypatch) -> None:
+def test_compiling_tool_schemas_takes_linear_time(monkeypatch) -> None:
     tried = 0
 
     def compile_counted(schema: Any, where: str) -> dict[str, Any]:

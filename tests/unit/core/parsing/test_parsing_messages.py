@@ -72,19 +72,21 @@ CODER = "{% for tool in tools %}<tool_call><function=f><parameter=p>{% endfor %}
         (CODER, "qwen_xml", True),
     ],
 )
-def test_family_by_template(template: str | None, name: str, native: bool) -> None:
+def test_tool_format_is_chosen_by_the_chat_template(
+    template: str | None, name: str, native: bool
+) -> None:
     found = tool_format(template)
     assert (found.name, found.native) == (name, native)
 
 
-def test_mistral_by_its_later_marker() -> None:
+def test_mistral_args_format_is_chosen_by_its_marker() -> None:
     assert (
         tool_format(MISTRAL).write([("f", "{}")]) == '[TOOL_CALLS][{"name": "f", "arguments": {}}]'
     )
     assert tool_format(MISTRAL + "[ARGS]").write([("f", "{}")]) == "[TOOL_CALLS]f[ARGS]{}"
 
 
-def test_reasoning_by_template() -> None:
+def test_reasoning_markers_are_found_in_the_template() -> None:
     assert reasoning_row(QWEN) == THINK
     assert reasoning_row(PLAIN) is None and reasoning_row(None) is None
     for tail in ("assistant\n<think>\n", "<think>"):
@@ -139,14 +141,14 @@ def render(template: str, talk: list[dict[str, Any]] = TALK) -> str:
     return "".join(str(segment) for segment in rendered.segments)
 
 
-def test_a_native_template_gets_tools_and_objects() -> None:
+def test_native_templates_get_tools_and_parsed_arguments() -> None:
     text = render(QWEN)
     assert text.count('"function": {"name"') == 2
     assert "assistant: <tool_call>weather=[('city', 'Köln')]</tool_call><tool_call>now=[]" in text
     assert "tool: raintool: noonuser: And?" in text
 
 
-def test_no_tools_are_none_for_the_template() -> None:
+def test_an_empty_tool_list_is_passed_to_the_template_as_none() -> None:
     for template in (QWEN, PLAIN):
         messages, tools = output_of(template).prepare(TALK[:1], [])
         assert (messages, tools) == (TALK[:1], None)
@@ -163,7 +165,7 @@ def test_llama_gets_one_call_per_message() -> None:
     assert contents == ["Let me look.", ""]
 
 
-def test_mistral_gets_its_own_ids_and_the_tools_names() -> None:
+def test_mistral_gets_short_call_ids_and_tool_names() -> None:
     text = render(MISTRAL)
     first = tool_format(MISTRAL).template_call_id("call_1")
     assert f"[TOOL_CALLS]{first}" in text and f"[TOOL_RESULTS]{first} weatherrain" in text
@@ -176,7 +178,7 @@ def emulated(talk: list[dict[str, Any]], template: str = PLAIN) -> list[dict[str
     return messages
 
 
-def test_emulated_tools_stand_in_one_system_message() -> None:
+def test_emulated_tools_are_described_in_one_system_message() -> None:
     first, *rest = emulated(TALK)
     assert first["role"] == "system" and [each["role"] for each in rest] == [
         *("user", "assistant", "user")
@@ -187,7 +189,7 @@ def test_emulated_tools_stand_in_one_system_message() -> None:
     assert merged == {"role": "system", "content": f"Be brief.\n\n{first['content']}"}
 
 
-def test_emulated_calls_are_written_as_we_ask_for_them() -> None:
+def test_emulated_calls_and_results_are_rendered_as_text() -> None:
     family: ToolFormat = tool_format(PLAIN)
     _, _, assistant, results = emulated(TALK)
     written = family.write([("weather", '{"city": "Köln"}'), ("now", "{}")])
@@ -197,13 +199,13 @@ def test_emulated_calls_are_written_as_we_ask_for_them() -> None:
     assert emulated([with_words])[1]["content"] == f"A moment.\n{written}"
 
 
-def test_emulated_tools_without_a_system_message() -> None:
+def test_emulated_tools_work_without_a_system_role() -> None:
     first = emulated(TALK, NO_SYSTEM)[0]
     assert first["role"] == "user" and first["content"].endswith("\n\nWell?")
     assert render(NO_SYSTEM).startswith("[user]You can use these tools")
 
 
-def test_emulated_tools_stand_first_or_in_the_first_message_of_a_user() -> None:
+def test_emulated_tools_go_to_a_leading_system_message_or_the_first_user_message() -> None:
     late = {"role": "system", "content": "Be brief."}
     first, *rest = emulated([TALK[0], late])
     assert first["role"] == "system" and rest == [TALK[0], late], "a late one stays where it is"
@@ -211,11 +213,11 @@ def test_emulated_tools_stand_first_or_in_the_first_message_of_a_user() -> None:
     assert said["content"] == "Hello." and later["content"].endswith("\n\nWell?")
 
 
-def test_a_result_keeps_the_name_that_it_came_with() -> None:
+def test_a_tool_result_keeps_its_own_name() -> None:
     named = {**result("call_1", "rain"), "name": "forecast"}
     assert emulated([*TALK[:2], named])[-1]["content"] == "Result of forecast:\nrain"
 
 
-def test_a_result_without_its_call() -> None:
+def test_a_tool_result_without_its_call_is_rendered() -> None:
     assert emulated([result("lost", "42")])[1]["content"] == "Result of the call:\n42"
     assert "tool: 42" in render(QWEN, [result("lost", "42")])

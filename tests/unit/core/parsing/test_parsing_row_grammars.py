@@ -35,7 +35,7 @@ from tests.unit.core.parsing.test_parsing_grammars import VOCABULARIES, Vocabula
 
 
 @every_row
-def test_required_forces_the_models_own_text(name: str) -> None:
+def test_tool_choice_required_forces_the_formats_own_syntax(name: str) -> None:
     row, text, calls = own_text(name)
     tools = ToolFormat(row, True)
     for parallel in (True, False):
@@ -60,7 +60,7 @@ def test_required_forces_the_models_own_text(name: str) -> None:
 
 
 @every_row
-def test_auto_lets_text_and_calls_through(name: str) -> None:
+def test_tool_choice_auto_allows_text_and_calls_in_every_format(name: str) -> None:
     row, text, _ = own_text(name)
     grammar = ToolFormat(row, True).grammar(TOOLS, AUTO, True)
     plain = "Hi. "
@@ -93,7 +93,7 @@ WALKED: dict[str, Any] = {
 # Messages before the calls are free text, which a random walk hardly ever ends.
 @pytest.mark.seconds
 @pytest.mark.parametrize("name", [name for name, row in ROWS_BY_NAME.items() if not row.messages])
-def test_whatever_a_forced_grammar_lets_through_is_calls(name: str) -> None:
+def test_random_outputs_of_row_grammars_parse_as_valid_calls(name: str) -> None:
     row = ROWS_BY_NAME[name]
     schemas = {"f": WALKED, "g": {"type": "object", "properties": {}}}
     tools = [
@@ -120,7 +120,7 @@ def test_whatever_a_forced_grammar_lets_through_is_calls(name: str) -> None:
 
 
 @every_row
-def test_control_tokens_of_a_row_are_shown_and_matched_by_id(name: str) -> None:
+def test_control_tokens_of_a_format_are_shown_and_matched_by_id(name: str) -> None:
     row = ROWS_BY_NAME[name]
     marker = row.trigger or "<none>"
     output = OutputFormat(ToolFormat(row, True), row.messages, {marker: 300, "<other>": 301})
@@ -149,7 +149,7 @@ class Controlled:
 
 
 @every_row
-def test_markers_that_are_control_tokens(name: str) -> None:
+def test_markers_that_are_control_tokens_are_matched_by_id(name: str) -> None:
     row, text, calls = own_text(name)
     texts = [*row.literals, *((row.messages.close,) if row.messages else ())]
     found = [re.findall(r"<[^<>\s=]+>|\[[A-Z_]+\]", each) for each in texts]
@@ -166,7 +166,7 @@ def test_markers_that_are_control_tokens(name: str) -> None:
     assert len(output.shown_ids(with_tools=True)) == len(marks)
 
 
-def test_control_tokens_within_markers() -> None:
+def test_control_tokens_within_longer_markers_are_matched() -> None:
     """A marker that begins with plain text and goes on with a control token."""
     vocabulary = Controlled({"｜DSML｜"})
     row = ROWS_BY_NAME["deepseek_v3_2"]
@@ -181,7 +181,7 @@ def test_control_tokens_within_markers() -> None:
     assert not takes(auto, f"Hi {text[:60]}")
 
 
-def test_strict_tools_in_formats_without_json() -> None:
+def test_strict_tools_are_enforced_in_formats_without_json() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "x+"}}}
     function = {"name": "f", "parameters": schema, "strict": True}
     for name in ("qwen_xml", "lfm2", "gemma4"):

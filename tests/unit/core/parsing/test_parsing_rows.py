@@ -31,12 +31,12 @@ from tests.support.files.call_texts import (
 )
 
 
-def test_every_row_has_a_text() -> None:
+def test_every_tool_format_has_an_example_text() -> None:
     assert TEXTS.keys() == ROWS_BY_NAME.keys()
 
 
 @every_row
-def test_the_models_own_text_is_read_wherever_it_is_cut(name: str) -> None:
+def test_example_calls_of_every_format_are_parsed_for_every_split(name: str) -> None:
     row, text, calls = own_text(name)
     assert parse(row, [text]) == ("", calls, "")
     assert parse(row, list(text)) == ("", calls, "")
@@ -45,14 +45,14 @@ def test_the_models_own_text_is_read_wherever_it_is_cut(name: str) -> None:
 
 
 @every_row
-def test_what_is_written_is_read(name: str) -> None:
+def test_calls_written_in_every_format_are_parsed_back(name: str) -> None:
     row, _, calls = own_text(name)
     written = ToolFormat(row, True).write([(each, json.dumps(args)) for each, args in calls])
     assert parse(row, [written.removeprefix(row.primed)]) == ("", calls, "")
 
 
 @every_row
-def test_text_around_calls_is_kept(name: str) -> None:
+def test_text_around_calls_is_kept_in_every_format(name: str) -> None:
     row, text, calls = own_text(name)
     if row.messages is not None:
         final = row.messages.finals[0]
@@ -82,7 +82,7 @@ def test_a_call_of_an_unknown_tool_stays_text(name: str) -> None:
 
 
 @every_row
-def test_a_call_that_breaks_off_loses_no_text_behind_it(name: str) -> None:
+def test_a_truncated_call_does_not_lose_the_text_after_it(name: str) -> None:
     row, text, _ = own_text(name)
     place = text.index("Paris")
     broken = text[: place + 3] + "\x00" + text[place + 3 :]
@@ -93,7 +93,7 @@ def test_a_call_that_breaks_off_loses_no_text_behind_it(name: str) -> None:
     )
 
 
-def test_values_take_the_types_of_the_schema() -> None:
+def test_argument_values_take_the_types_of_the_schema() -> None:
     properties: dict[str, Any] = {
         "text": {"type": "string"},
         "number": {"type": "number"},
@@ -120,7 +120,7 @@ def test_values_take_the_types_of_the_schema() -> None:
     }
 
 
-def test_strings_are_streamed_before_their_element_ends() -> None:
+def test_string_arguments_are_streamed_before_their_element_ends() -> None:
     row = ROWS_BY_NAME["qwen_xml"]
     parser = OutputParser(ToolFormat(row, True), frozenset(SCHEMAS), None, False, SCHEMAS)
     parser.push("<tool_call>\n<function=now>\n<parameter=city>\n")
@@ -129,7 +129,7 @@ def test_strings_are_streamed_before_their_element_ends() -> None:
     assert parser.push("x\n</para") == [ToolCallPiece(0, "\\nx")]
 
 
-def test_elements_in_elements() -> None:
+def test_nested_xml_elements_become_nested_arguments() -> None:
     row, mark = ROWS_BY_NAME["minimax_m3"], "]<]minimax[>["
     items = f"{mark}<item>1{mark}</item>{mark}<item>x{mark}</item>"
     value = f"{mark}<k>v{mark}</k>{mark}<l>{items}{mark}</l>"
@@ -139,7 +139,7 @@ def test_elements_in_elements() -> None:
     assert parse(row, list(text)) == ("", [("now", expected)], "")
 
 
-def test_python_and_quoted_literals() -> None:
+def test_python_and_quoted_literals_are_read_as_arguments() -> None:
     row = ROWS_BY_NAME["lfm2"]
     text = (
         "<|tool_call_start|>[now(a=True, b=None, c=[1, 'x', (2,)], d={'k': \"v\\x41\\n\"}, "
@@ -153,14 +153,14 @@ def test_python_and_quoted_literals() -> None:
     assert parse(row, list(text)) == ("", [("now", expected)], "")
 
 
-def test_llama_4_writes_python_or_json_with_or_without_markers() -> None:
+def test_llama_4_calls_are_read_in_python_or_json_with_or_without_markers() -> None:
     row = ROWS_BY_NAME["llama4"]
     for call in ("[now(city='x')]", '{"name": "now", "parameters": {"city": "x"}}'):
         for text in (call, f"<|python_start|>{call}<|python_end|>"):
             assert parse(row, list(text)) == ("", [("now", {"city": "x"})], "")
 
 
-def test_a_python_tag_may_precede_a_call_in_python() -> None:
+def test_a_python_tag_may_precede_a_python_call() -> None:
     row = ROWS_BY_NAME["llama3"]
     in_json = '{"name": "now", "parameters": {"city": "x"}}'
     for call in ('now.call(city="x")', "now(city='x')", in_json):
@@ -169,7 +169,7 @@ def test_a_python_tag_may_precede_a_call_in_python() -> None:
 
 
 @pytest.mark.parametrize("name", ["hermes", "qwen_xml", "mistral_v13", "kimi_k2"])
-def test_a_call_in_a_fence_is_read_if_nothing_follows(name: str) -> None:
+def test_a_call_in_a_code_fence_is_read_if_nothing_follows(name: str) -> None:
     row = ROWS_BY_NAME[name]
     for fence in ("```json\n%s\n```", "```\n[%s]\n```\n", "Let me see.\n```json\n%s\n```"):
         text = fence % OBJECTS[0]
@@ -190,7 +190,7 @@ def test_a_call_in_a_fence_is_read_if_nothing_follows(name: str) -> None:
 
 
 @pytest.mark.parametrize("row", [row for row in REASONING_ROWS if not row.channels])
-def test_reasoning_in_every_marker(row: ReasoningRow) -> None:
+def test_reasoning_is_read_in_every_formats_markers(row: ReasoningRow) -> None:
     calls = ROWS_BY_NAME["hermes"]
     opening, closing = (row.frame[0], row.frame[-1]) if row.frame else ("", "")
     answer = f"{opening}Yes.{closing}"
@@ -210,7 +210,7 @@ def test_reasoning_in_every_marker(row: ReasoningRow) -> None:
     assert not accepts(grammar, f"Hm.{row.close}Yes.")
 
 
-def test_harmony_channels() -> None:
+def test_harmony_channels_are_split_into_reasoning_calls_and_answer() -> None:
     row = ROWS_BY_NAME["harmony"]
     thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
     call = TEXTS["harmony"]
@@ -241,7 +241,7 @@ def test_harmony_channels() -> None:
     assert not accepts(grammar, "<|channel|>final<|message|>Hi")
 
 
-def test_a_visible_answer_of_functionary() -> None:
+def test_functionarys_visible_answer_is_text() -> None:
     row = ROWS_BY_NAME["functionary_v3_2"]
     assert parse(row, list("all\nHello.")) == ("Hello.", [], "")
     parser = OutputParser(ToolFormat(row, True), frozenset(), None)
@@ -277,7 +277,7 @@ UNSEEN: Mapping[str, str] = {
         if name != "known" or not section[0]
     ],
 )
-def test_an_unseen_template_is_classified_by_a_probe(
+def test_an_unknown_template_is_classified_by_rendering_a_call(
     call: str, section: tuple[str, str, str]
 ) -> None:
     before, after, between = section
@@ -308,7 +308,7 @@ def test_an_unseen_template_is_classified_by_a_probe(
     assert accepts(output.grammar(TOOLS, REQUIRED, True, None, False), text)
 
 
-def test_a_template_that_cannot_be_told_is_emulated() -> None:
+def test_a_template_with_unrecognizable_calls_gets_emulated_tools() -> None:
     for source in (
         "{% for t in tools %}{{ t }}{% endfor %}{{ messages[0].content }}",
         "{% for t in tools %}{{ t }}{% endfor %}{% for m in messages %}{{ m }}{% endfor %}",
@@ -334,7 +334,7 @@ def test_a_template_that_cannot_be_told_is_emulated() -> None:
         "<x>{{ c.function.arguments | tojson }}{{ c.function.name }}</x>",
     ],
 )
-def test_a_template_with_odd_calls_is_emulated(call: str) -> None:
+def test_a_template_with_ambiguous_calls_gets_emulated_tools(call: str) -> None:
     source = (
         "{% for t in tools %}{% endfor %}{% for m in messages %}{{ m.content }}"
         "{% for c in m.tool_calls or [] %}" + call + "{% endfor %}{% endfor %}"

@@ -31,7 +31,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelStore:
     return ModelStore(tmp_path / "models")
 
 
-def test_a_path_wins_over_a_name_and_a_name_over_the_catalogue(
+def test_paths_win_over_stored_names_and_those_over_the_catalogue(
     store: ModelStore, tmp_path: Path
 ) -> None:
     path = publish(store)
@@ -41,7 +41,7 @@ def test_a_path_wins_over_a_name_and_a_name_over_the_catalogue(
     assert publish(store, DEFAULT_MODEL) == resolve_model(DEFAULT_MODEL, store)
 
 
-def test_an_unknown_name_says_how_to_get_it(store: ModelStore) -> None:
+def test_an_unknown_model_name_is_refused_with_a_suggestion(store: ModelStore) -> None:
     with pytest.raises(NotFoundError, match=f"engine pull {DEFAULT_MODEL}"):
         resolve_model(DEFAULT_MODEL, store)
     with pytest.raises(NotFoundError, match=f"did you mean '{DEFAULT_MODEL}'"):
@@ -51,13 +51,13 @@ def test_an_unknown_name_says_how_to_get_it(store: ModelStore) -> None:
 @pytest.mark.parametrize(
     "name", ["", "a\0b", "../models/tiny/nothing", "/nonexistent/x", "tiny/../tiny", "%2e%2e/x"]
 )
-def test_path_tricks_find_nothing(store: ModelStore, name: str) -> None:
+def test_model_names_with_path_tricks_are_not_found(store: ModelStore, name: str) -> None:
     publish(store)
     with pytest.raises(NotFoundError):
         resolve_model(name, store)
 
 
-def test_damaged_models_do_not_count_and_can_be_replaced(store: ModelStore) -> None:
+def test_damaged_models_are_not_listed_and_can_be_pulled_again(store: ModelStore) -> None:
     path = publish(store)
     path.write_bytes(b"GG")
     assert store.models() == {}
@@ -66,7 +66,7 @@ def test_damaged_models_do_not_count_and_can_be_replaced(store: ModelStore) -> N
     assert store.models() == {}
 
 
-def test_records_cannot_lead_out_of_their_folder(store: ModelStore, tmp_path: Path) -> None:
+def test_store_records_cannot_point_out_of_their_folder(store: ModelStore, tmp_path: Path) -> None:
     secret = tmp_path / "secret.gguf"
     secret.write_bytes(b"GGUFdata")
     path = publish(store)
@@ -86,13 +86,15 @@ def test_records_cannot_lead_out_of_their_folder(store: ModelStore, tmp_path: Pa
     assert store.models() == {}
 
 
-def test_publishing_leaves_no_working_files(store: ModelStore) -> None:
+def test_publishing_a_model_leaves_no_temporary_files(store: ModelStore) -> None:
     path = publish(store)
     assert sorted(file.name for file in path.parent.iterdir()) == ["model.json", "tiny.gguf"]
     assert list(store.root.glob(".partial/*")) == []
 
 
-def test_the_cache_follows_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_model_store_follows_xdg_data_home(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert store_directory() == tmp_path / "engine" / "models"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
@@ -100,7 +102,7 @@ def test_the_cache_follows_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert store_directory() == tmp_path / ".cache" / "engine" / "models"
 
 
-def test_the_default_model_names_exact_bytes() -> None:
+def test_the_default_model_has_a_pinned_hash_and_size() -> None:
     entry = CATALOGUE[DEFAULT_MODEL]
     assert entry.sha256 is not None and entry.size is not None
     assert entry.sources[0].startswith("pypi:") and entry.sources[1].startswith("hf:")

@@ -78,21 +78,23 @@ def download(
     return made
 
 
-def test_a_short_body_is_continued(tmp_path: Path) -> None:
+def test_a_truncated_download_is_continued(tmp_path: Path) -> None:
     made = download(tmp_path, first(60), rest(10), rest())
     assert made.sha256 == hashlib.sha256(BODY).hexdigest()
     assert (tmp_path / "m.gguf").read_bytes() == BODY
 
 
 @pytest.mark.parametrize("wrong", [rest(start=50), rest(total=len(BODY) + 1)])
-def test_a_part_of_something_else_is_not_joined_to_it(tmp_path: Path, wrong: Answer) -> None:
+def test_a_range_response_that_does_not_match_is_not_appended(
+    tmp_path: Path, wrong: Answer
+) -> None:
     ranges: list[str | None] = []
     download(tmp_path, first(60), wrong, first(len(BODY)), ranges=ranges)
     assert (tmp_path / "m.gguf").read_bytes() == BODY
     assert ranges == [None, "bytes=60-", None]  # what was there is not built upon
 
 
-def test_patience_begins_anew_with_every_byte(tmp_path: Path) -> None:
+def test_retries_are_counted_only_while_a_download_makes_no_progress(tmp_path: Path) -> None:
     """Only attempts that get no further count."""
     steps = [rest(1) for _ in range(2 * fetch.MAX_FAILURES)]
     download(tmp_path, first(60), *steps, rest())
@@ -103,7 +105,7 @@ def test_patience_begins_anew_with_every_byte(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", ["http://models.test/m.gguf", "file:///etc/passwd"])
-def test_a_redirect_does_not_lead_away_from_encryption(target: str) -> None:
+def test_a_redirect_from_https_to_http_is_refused(target: str) -> None:
     moved = httpx.Response(302, headers={"location": target})
     transport = httpx.MockTransport(lambda request: moved)
     with (

@@ -32,7 +32,7 @@ SMALL, MIDDLE, LARGE = (
         (LARGE, Machine(64 * GB, is_gpu=False), "Q6_K"),  # a token uses a tenth of the weights
     ],
 )
-def test_the_best_quant_that_fits(
+def test_best_quant_is_the_largest_that_fits_the_machine(
     entry: CatalogueEntry, machine: Machine, chosen: str | None
 ) -> None:
     quant = best_quant(entry, machine)
@@ -41,13 +41,13 @@ def test_the_best_quant_that_fits(
         assert needed_bytes(entry, quant) <= machine.usable
 
 
-def test_the_kv_cache_counts() -> None:
+def test_needed_bytes_include_the_kv_cache() -> None:
     entry, quant = MIDDLE, MIDDLE.quants[0]
     # 32 layers, keys and values, 8 heads of 128, 16 bits
     assert needed_bytes(entry, quant) - quant.size - (512 << 20) == 8192 * 32 * 2 * 8 * 128 * 2
 
 
-def test_the_reason_is_one_line() -> None:
+def test_the_reason_for_a_quant_is_one_line() -> None:
     _, slow = choose_quant(MIDDLE, None, Machine(64 * GB, is_gpu=False))
     assert slow.startswith("Q4_K_M: about ") and slow.endswith("Q5_K_M would be slow on a CPU")
     _, full = choose_quant(MIDDLE, None, Machine(9 * GB, is_gpu=True))
@@ -56,7 +56,7 @@ def test_the_reason_is_one_line() -> None:
     assert best.endswith("the largest that is published")
 
 
-def test_what_does_not_fit_is_refused_unless_asked_for() -> None:
+def test_a_model_that_does_not_fit_is_refused_unless_a_quant_is_named() -> None:
     small = Machine(2 * GB, is_gpu=False)
     with pytest.raises(ResourceError, match="does not fit here: Q3_K_M needs about .*--quant"):
         choose_quant(MIDDLE, None, small)
@@ -68,7 +68,7 @@ def test_what_does_not_fit_is_refused_unless_asked_for() -> None:
         choose_quant(CATALOGUE["all-minilm-l6-v2"], "Q8_0", small)
 
 
-def test_the_machine_is_its_gpu_or_its_container(
+def test_the_machines_memory_is_its_gpus_or_its_containers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     tool = tmp_path / "nvidia-smi"
@@ -84,7 +84,7 @@ def test_the_machine_is_its_gpu_or_its_container(
     assert this_machine() == Machine(1000, is_gpu=False)
 
 
-def test_every_entry_is_whole() -> None:
+def test_every_catalogue_entry_is_consistent() -> None:
     for entry in CATALOGUE.values():
         sizes = [quant.size for quant in entry.quants]
         assert sizes == sorted(sizes) and len(set(entry.sources)) == len(entry.sources)

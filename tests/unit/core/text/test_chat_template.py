@@ -19,7 +19,7 @@ def text_of(source: str, messages: list[dict[str, object]] = HELLO, **options: o
     return "".join(s if isinstance(s, str) else f"#{s}#" for s in segments)
 
 
-def test_conversation_becomes_text_and_control_ids() -> None:
+def test_a_conversation_becomes_text_segments_and_control_ids() -> None:
     template = ChatTemplate(TEMPLATE, bos="<s>", eos="<|im_end|>")
     rendered = template.render(HELLO, SPECIALS)
     assert rendered.segments == (1, "user\nhello", 2, "\n", 1, "assistant\n")
@@ -27,14 +27,14 @@ def test_conversation_becomes_text_and_control_ids() -> None:
     assert rendered.segments == (1, "user\nhello", 2, "\n")
 
 
-def test_template_variables() -> None:
+def test_templates_see_bos_eos_tools_and_options() -> None:
     assert text_of("{{ bos_token }}{{ messages[0].content }}{{ eos_token }}") == "#3#hello#2#"
     assert text_of("{{ tools is none }}") == "True"
     assert text_of("{{ tools[0].name }}", tools=[{"name": "clock"}]) == "clock"
     assert text_of("{{ enable_thinking }}", enable_thinking=False) == "False"
 
 
-def test_hugging_face_dialect() -> None:
+def test_hugging_face_template_features_are_supported() -> None:
     """Block trimming, JSON, dates, loop control, namespaces and the training tag."""
     assert text_of("  {% if true %}\n  x\n  {% endif %}\n") == "  x\n"
     assert text_of("{{ {'b': 'é', 'a': [1]} | tojson }}") == '{"b": "é", "a": [1]}'
@@ -57,12 +57,12 @@ def test_hugging_face_dialect() -> None:
     assert text_of("{{ messages[::-1][0]['content'][1:3] }}{{ undefined_name }}") == "el"
 
 
-def test_template_can_refuse_a_conversation() -> None:
+def test_a_template_can_refuse_a_conversation() -> None:
     with pytest.raises(InvalidRequestError, match="alternate roles"):
         text_of("{{ raise_exception('alternate roles') }}")
 
 
-def test_failing_template_is_answered_not_crashed() -> None:
+def test_a_failing_template_is_a_client_error() -> None:
     for source in ("{{ 1 + 'a' }}", "{{ nothing.at.all }}", "{{ 1 / 0 }}"):
         with pytest.raises(InvalidRequestError, match="cannot render"):
             text_of(source)
@@ -80,12 +80,12 @@ def test_failing_template_is_answered_not_crashed() -> None:
         pytest.param("x" * (1 << 19), id="long"),
     ],
 )
-def test_template_that_cannot_work_fails_at_load(source: str) -> None:
+def test_a_template_that_cannot_work_fails_at_load(source: str) -> None:
     with pytest.raises(ModelFormatError, match="chat template"):
         ChatTemplate(source, bos="", eos="").check()
 
 
-def test_deep_structures_are_refused() -> None:
+def test_deeply_nested_template_input_is_refused() -> None:
     deep: list[object] = []
     for _ in range(5000):
         deep = [deep]
@@ -93,13 +93,13 @@ def test_deep_structures_are_refused() -> None:
         text_of("x", tools=deep)
 
 
-def test_model_without_a_template_says_what_to_use() -> None:
+def test_a_model_without_a_template_points_to_completions() -> None:
     with pytest.raises(InvalidRequestError, match="/v1/completions"):
         ChatTemplate(None, bos="", eos="").render(HELLO, SPECIALS)
 
 
 @pytest.mark.parametrize("option", ["messages_", "bos_token", "eos_token", "raise_exception"])
-def test_options_are_an_allow_list(option: str) -> None:
+def test_template_options_are_an_allow_list(option: str) -> None:
     with pytest.raises(InvalidRequestError, match="not available") as caught:
         text_of("x", **{option: "y"})
     assert caught.value.param == "chat_template_kwargs"
@@ -120,28 +120,28 @@ def segments_of(source: str, specials: dict[str, int], **given: object) -> tuple
     )  # type: ignore[arg-type]
 
 
-def test_a_control_token_of_letters_stays_text_beside_an_edge_of_another() -> None:
+def test_a_word_that_is_a_control_token_stays_text_in_content() -> None:
     specials = {"<|end|>": 1, "EOT": 2}
     said = [{"role": "user", "content": "EOT <"}]
     rendered = segments_of("{{ messages[0].content }}|end|>", specials, messages=said)
     assert rendered == ("EOT <|end|>",)
 
 
-def test_names_of_fields_are_a_clients_text_too() -> None:
+def test_field_names_in_tools_are_text() -> None:
     tools = [{"<|end|>": "x"}]
     assert segments_of("{{ tools | tojson }}", {"<|end|>": 1}, tools=tools) == (
         '[{"<|end|>": "x"}]',
     )
 
 
-def test_a_control_token_is_built_of_a_role_whatever_the_text_says() -> None:
+def test_a_control_token_built_from_a_role_is_one() -> None:
     said = [{"role": "user", "content": "a user"}]
     source = "<|{{ messages[0].role }}|>{{ messages[0].content }}"
     specials = {"<|user|>": 1, "user": 2}
     assert segments_of(source, specials, messages=said) == (1, "a user")
 
 
-def test_templates_can_cut_a_text_where_no_control_token_is_at_stake() -> None:
+def test_templates_can_split_content() -> None:
     said = [{"role": "assistant", "content": "<think>a</think>b"}]
     source = "{{ messages[0].content.split('</think>')[-1] }}<|end|>"
     assert segments_of(source, {"<|end|>": 1}, messages=said) == ("b", 1)

@@ -62,7 +62,7 @@ def write(folder: Path, *, normalized: bool = False, **model: Any) -> Path:
     return folder
 
 
-def test_a_prompt_stands_between_its_ends_and_is_never_cut(tmp_path: Path) -> None:
+def test_encoder_prompts_get_cls_and_sep_tokens(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_directory(write(tmp_path))
     assert tokenizer.encode_prompt("Unbelievable HELLO") == [2, 4, 5, 6, 7, 3]
     assert tokenizer.encode("hello") == [7]
@@ -86,13 +86,13 @@ def test_control_tokens_in_a_text_are_text(tmp_path: Path, normalized: bool) -> 
         {"max_input_chars_per_word": "many"},
     ],
 )
-def test_unusual_word_pieces_are_refused(tmp_path: Path, model: dict[str, Any]) -> None:
+def test_unusual_word_piece_settings_are_refused(tmp_path: Path, model: dict[str, Any]) -> None:
     with pytest.raises(ModelFormatError, match="WordPiece"):
         Tokenizer.from_directory(write(tmp_path, **model))
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_damaged_files_load_and_work_or_are_refused(tmp_path: Path, seed: int) -> None:
+def test_damaged_word_piece_files_load_or_are_refused(tmp_path: Path, seed: int) -> None:
     choose = random.Random(seed)
     file = write(tmp_path) / "tokenizer.json"
     original = json.loads(file.read_text())

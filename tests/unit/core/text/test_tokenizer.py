@@ -32,7 +32,7 @@ def sentencepiece() -> Tokenizer:
     return Tokenizer.from_gguf(sentencepiece_metadata())
 
 
-def test_arrays_may_be_lists_tuples_or_numpy(byte_level: Tokenizer) -> None:
+def test_gguf_token_arrays_may_be_lists_tuples_or_numpy(byte_level: Tokenizer) -> None:
     metadata = byte_level_metadata()
     metadata["tokenizer.ggml.tokens"] = tuple(metadata["tokenizer.ggml.tokens"])
     metadata["tokenizer.ggml.token_type"] = np.array(metadata["tokenizer.ggml.token_type"], "i4")
@@ -41,7 +41,7 @@ def test_arrays_may_be_lists_tuples_or_numpy(byte_level: Tokenizer) -> None:
     assert Tokenizer.from_gguf(metadata).encode(text) == byte_level.encode(text)
 
 
-def test_facts_of_a_vocabulary(byte_level: Tokenizer) -> None:
+def test_vocabulary_size_special_ids_and_eos_are_read(byte_level: Tokenizer) -> None:
     assert byte_level.vocab_size == len(byte_level_metadata()["tokenizer.ggml.tokens"])
     assert (byte_level.bos_id, byte_level.bos, byte_level.eos) == (0, "<|endoftext|>", "<|im_end|>")
     assert byte_level.special_ids == {0, 1, 2}
@@ -50,7 +50,7 @@ def test_facts_of_a_vocabulary(byte_level: Tokenizer) -> None:
     assert byte_level.is_special(1) and not byte_level.is_special(3)
 
 
-def test_bos_follows_the_file_then_the_family() -> None:
+def test_bos_follows_the_file_and_then_the_family() -> None:
     assert Tokenizer.from_gguf(byte_level_metadata()).encode_prompt("a")[0] != 0
     wanted = Tokenizer.from_gguf(byte_level_metadata(add_bos_token=True))
     assert wanted.encode_prompt("a") == [0, *wanted.encode("a")]
@@ -61,7 +61,9 @@ def test_bos_follows_the_file_then_the_family() -> None:
     assert both.encode_prompt("") == [1, 2]
 
 
-def test_a_space_before_the_text_is_added_and_removed(sentencepiece: Tokenizer) -> None:
+def test_a_leading_space_is_added_when_encoding_and_removed_when_decoding(
+    sentencepiece: Tokenizer,
+) -> None:
     ids = sentencepiece.encode("the fox")
     assert sentencepiece.token_bytes(ids[0]).startswith(b" ")
     assert sentencepiece.decode(ids) == "the fox"
@@ -70,7 +72,7 @@ def test_a_space_before_the_text_is_added_and_removed(sentencepiece: Tokenizer) 
     assert bare.decode(bare.encode(" the fox")) == " the fox"
 
 
-def test_no_space_is_added_behind_other_text(
+def test_no_leading_space_is_added_to_a_continuation(
     sentencepiece: Tokenizer, byte_level: Tokenizer
 ) -> None:
     for tokenizer in (sentencepiece, byte_level):
@@ -98,7 +100,7 @@ def test_ids_beyond_the_vocabulary_have_no_text(byte_level: Tokenizer) -> None:
     assert byte_level.decode([byte_level.vocab_size, -1]) == ""
 
 
-def test_sequences_with_a_text_are_found(byte_level: Tokenizer) -> None:
+def test_sequences_with_finds_all_token_sequences_containing_a_text(byte_level: Tokenizer) -> None:
     found = byte_level.sequences_with("the")
     assert tuple(byte_level.encode("the")) in found and tuple(byte_level.encode(" the")) in found
     for ids in found:
@@ -116,7 +118,7 @@ def test_rendered_prompt_is_encoded_as_one_text(byte_level: Tokenizer) -> None:
 
 
 @pytest.mark.seconds
-def test_names_of_control_tokens_are_parsed_only_if_asked(byte_level: Tokenizer) -> None:
+def test_control_token_names_in_text_are_parsed_only_if_requested(byte_level: Tokenizer) -> None:
     text = "a<|im_start|>b<|im_end|>"
     start, end = (byte_level.specials.ids[name] for name in ("<|im_start|>", "<|im_end|>"))
     rendered = byte_level.encode_rendered(RenderedPrompt(("a", start, "b", end)))
@@ -133,7 +135,7 @@ def test_a_parsed_bos_is_not_added_again() -> None:
     assert len(tokenizer.encode_prompt(tokenizer.bos + "a")) > 2
 
 
-def test_other_threads_run_while_a_long_text_is_encoded(byte_level: Tokenizer) -> None:
+def test_encoding_a_long_text_releases_the_gil(byte_level: Tokenizer) -> None:
     encoding = threading.Thread(target=byte_level.encode, args=("ab ba " * 200_000,))
     num_turns = 0
     encoding.start()
@@ -143,7 +145,7 @@ def test_other_threads_run_while_a_long_text_is_encoded(byte_level: Tokenizer) -
     assert num_turns > 5
 
 
-def test_lone_surrogate_is_the_clients_mistake(byte_level: Tokenizer) -> None:
+def test_a_lone_surrogate_is_a_client_error(byte_level: Tokenizer) -> None:
     with pytest.raises(InvalidRequestError, match="surrogate"):
         byte_level.encode("a\ud800b")
     with pytest.raises(InvalidRequestError, match="surrogate"):
@@ -174,12 +176,14 @@ def test_broken_byte_level_metadata_is_refused(changes: dict[str, object], reaso
 
 
 @pytest.mark.parametrize("scores", [None, [0.0], ["high"] * 3])
-def test_broken_scores_are_refused(scores: object) -> None:
+def test_malformed_token_scores_are_refused(scores: object) -> None:
     with pytest.raises(ModelFormatError, match="scores"):
         Tokenizer.from_gguf(sentencepiece_metadata(scores=scores))
 
 
-def test_directory_gives_the_same_tokenizer(tmp_path: Path, byte_level: Tokenizer) -> None:
+def test_tokenizer_json_and_gguf_give_the_same_tokenizer(
+    tmp_path: Path, byte_level: Tokenizer
+) -> None:
     loaded = Tokenizer.from_directory(write_directory(tmp_path))
     text = "You'd agree: naïve 你好 <|im_start|> 🙂"
     assert loaded.encode(text) == byte_level.encode(text)
@@ -189,14 +193,14 @@ def test_directory_gives_the_same_tokenizer(tmp_path: Path, byte_level: Tokenize
     assert loaded.chat_template == byte_level.chat_template
 
 
-def test_directory_bos_is_the_post_processors_unless_settings_say(tmp_path: Path) -> None:
+def test_bos_of_a_checkpoint_folder_follows_the_post_processor_and_settings(tmp_path: Path) -> None:
     loaded = Tokenizer.from_directory(write_directory(tmp_path / "adds"))
     assert loaded.encode_prompt("a") == [0, *loaded.encode("a")]
     quiet = Tokenizer.from_directory(write_directory(tmp_path / "quiet", add_bos_token=False))
     assert quiet.encode_prompt("a") == quiet.encode("a")
 
 
-def test_directory_never_runs_code(tmp_path: Path) -> None:
+def test_a_checkpoint_folder_never_runs_code(tmp_path: Path) -> None:
     canary = tmp_path / "ran"
     directory = write_directory(
         tmp_path / "model",
@@ -261,7 +265,7 @@ def test_broken_tokenizer_json_is_refused(
         Tokenizer.from_directory(directory)
 
 
-def test_missing_and_mangled_files_are_refused(tmp_path: Path) -> None:
+def test_missing_and_malformed_tokenizer_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelFormatError, match="no tokenizer.json"):
         Tokenizer.from_directory(tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"model": ')
@@ -285,9 +289,7 @@ DECODERS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("decoder", DECODERS)
-def test_runs_of_spaces_survive_the_decoders_of_a_directory(
-    tmp_path: Path, decoder: dict[str, Any]
-) -> None:
+def test_runs_of_spaces_survive_decoding(tmp_path: Path, decoder: dict[str, Any]) -> None:
     for name, content in tokenizer_files(sentencepiece_metadata()).items():
         (tmp_path / name).write_text(content)
     file = tmp_path / "tokenizer.json"
@@ -322,12 +324,12 @@ def test_encoder_vocabularies_become_the_same_directory(
 
 
 @pytest.mark.parametrize("key", ["cls_token_id", "seperator_token_id", "unknown_token_id"])
-def test_word_pieces_without_their_ends_are_refused(key: str) -> None:
+def test_word_piece_vocabularies_without_cls_and_sep_are_refused(key: str) -> None:
     with pytest.raises(ModelFormatError, match="is missing; this vocabulary needs it"):
         Tokenizer.from_gguf(word_piece_metadata(**{key: None}))
 
 
-def test_space_marked_pieces_may_be_named_by_their_split() -> None:
+def test_the_sarvam_split_marks_spaces_in_bpe_pieces() -> None:
     metadata = byte_level_metadata(tokens=["a", "▁", "▁a"], token_type=[1] * 3, pre="sarvam-moe")
     metadata |= {"tokenizer.ggml.merges": ["▁ a"], "tokenizer.ggml.eos_token_id": None}
     metadata["tokenizer.ggml.bos_token_id"] = None

@@ -77,7 +77,7 @@ def survive(load: Callable[[], Tokenizer]) -> bool:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_damaged_gguf_metadata(seed: int) -> None:
+def test_randomly_damaged_gguf_metadata_loads_or_is_refused(seed: int) -> None:
     choose = random.Random(seed)
     outcomes = set()
     originals = [
@@ -92,7 +92,7 @@ def test_damaged_gguf_metadata(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_damaged_tokenizer_json(seed: int, tmp_path: Path) -> None:
+def test_randomly_damaged_tokenizer_json_loads_or_is_refused(seed: int, tmp_path: Path) -> None:
     choose = random.Random(seed)
     directory = write_directory(tmp_path)
     original = json.loads((directory / "tokenizer.json").read_text())
@@ -105,7 +105,7 @@ def test_damaged_tokenizer_json(seed: int, tmp_path: Path) -> None:
     assert outcomes == {True, False}
 
 
-def test_damaged_tekken_json(tmp_path: Path) -> None:
+def test_randomly_damaged_tekken_json_loads_or_is_refused(tmp_path: Path) -> None:
     choose = random.Random(0)
     file = write_tekken(tmp_path, r"\s+|\S+", special_tokens=SPECIALS) / "tekken.json"
     original = json.loads(file.read_text())
@@ -131,14 +131,14 @@ def test_damaged_tekken_json(tmp_path: Path) -> None:
         (" 9000", "malformed or there twice"),
     ],
 )
-def test_damaged_tiktoken_lines(tmp_path: Path, line: str, words: str) -> None:
+def test_malformed_tiktoken_lines_are_refused(tmp_path: Path, line: str, words: str) -> None:
     file = write_tiktoken(tmp_path, "qwen.tiktoken") / "qwen.tiktoken"
     file.write_text(file.read_text() + line + "\n")
     with pytest.raises(ModelFormatError, match=words):
         Tokenizer.from_directory(tmp_path)
 
 
-def test_ranks_without_their_family_are_refused(tmp_path: Path) -> None:
+def test_tiktoken_ranks_of_an_unknown_family_are_refused(tmp_path: Path) -> None:
     directory = write_tiktoken(tmp_path, "tokenizer.model", model_type="other")
     with pytest.raises(ModelFormatError, match="how 'other' splits text"):
         Tokenizer.from_directory(directory)
@@ -176,7 +176,9 @@ def test_decoders_that_change_the_text_are_refused(
 
 
 @pytest.mark.parametrize("charsmap", [None, 5, "?", "AAAA", "BAAAAP////8="])
-def test_damaged_character_map_in_tokenizer_json(tmp_path: Path, charsmap: Any) -> None:
+def test_a_damaged_character_map_in_tokenizer_json_is_refused(
+    tmp_path: Path, charsmap: Any
+) -> None:
     file = write_directory(tmp_path) / "tokenizer.json"
     step = {"type": "Precompiled", "precompiled_charsmap": charsmap}
     spec = json.loads(file.read_text())
@@ -186,7 +188,7 @@ def test_damaged_character_map_in_tokenizer_json(tmp_path: Path, charsmap: Any) 
         Tokenizer.from_directory(tmp_path)
 
 
-def test_affixes_are_refused_before_the_library_sees_them(tmp_path: Path) -> None:
+def test_subword_affixes_are_refused(tmp_path: Path) -> None:
     # The library aborts the whole process on a prefix that ends within a character of a piece.
     directory = write_directory(tmp_path)
     spec = json.loads((directory / "tokenizer.json").read_text())
@@ -196,7 +198,7 @@ def test_affixes_are_refused_before_the_library_sees_them(tmp_path: Path) -> Non
         Tokenizer.from_directory(directory)
 
 
-def test_damaged_character_maps() -> None:
+def test_damaged_character_maps_load_or_are_refused() -> None:
     choose = random.Random(0)
     original = bytes(unigram_metadata()["tokenizer.ggml.precompiled_charsmap"])
     every = "".join(map(chr, (*range(0xD800), *range(0xE000, 0x1F000))))
@@ -217,13 +219,13 @@ def test_damaged_character_maps() -> None:
 
 
 @pytest.mark.parametrize("key", ["model", "add_bos_token", "add_space_prefix"])
-def test_arrays_where_one_value_belongs(key: str) -> None:
+def test_arrays_in_place_of_single_metadata_values_are_refused(key: str) -> None:
     for values in (np.zeros(0), np.arange(3)):
         with pytest.raises(ModelFormatError, match=f"tokenizer.ggml.{key}"):
             Tokenizer.from_gguf(sentencepiece_metadata(**{key: values}))
 
 
-def test_vocabularies_of_another_shape(tmp_path: Path) -> None:
+def test_malformed_vocabularies_are_refused(tmp_path: Path) -> None:
     directory = write_directory(tmp_path)
     original = json.loads((directory / "tokenizer.json").read_text())
     metaspace = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always"}
@@ -246,7 +248,7 @@ def test_vocabularies_of_another_shape(tmp_path: Path) -> None:
     refused("malformed", model=original["model"] | {"vocab": vocab})
 
 
-def test_half_of_a_surrogate_pair(tmp_path: Path) -> None:
+def test_a_lone_surrogate_in_the_chat_template_is_refused(tmp_path: Path) -> None:
     pair = write_directory(tmp_path / "pair", chat_template='{{ "\U0001f642" }}')
     assert "\\ud83d" in (pair / "tokenizer_config.json").read_text()
     assert Tokenizer.from_directory(pair).chat_template == '{{ "\U0001f642" }}'
@@ -255,7 +257,7 @@ def test_half_of_a_surrogate_pair(tmp_path: Path) -> None:
         Tokenizer.from_directory(half)
 
 
-def test_template_file_that_is_no_text(tmp_path: Path) -> None:
+def test_a_template_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
     directory = write_directory(tmp_path)
     (directory / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(ModelFormatError, match="not valid UTF-8"):

@@ -17,7 +17,7 @@ def words(name: str, text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", sorted(KNOWN_SPLITS))
-def test_no_split_loses_text(name: str) -> None:
+def test_pre_tokenizer_splits_lose_no_text(name: str) -> None:
     alphabet = set(pre_tokenizers.ByteLevel.alphabet())
     for text in CORPUS[:6]:
         assert "".join(words(name, text)) == text
@@ -58,17 +58,17 @@ def test_no_split_loses_text(name: str) -> None:
         ("ufakzeka", "Ankara'dan", ["Ankara", "'dan"]),
     ],
 )
-def test_family_cuts(name: str, text: str, expected: list[str]) -> None:
+def test_pre_tokenizers_split_like_their_family(name: str, text: str, expected: list[str]) -> None:
     assert words(name, text) == expected
 
 
 @pytest.mark.parametrize("name", ["afmoe", "superbpe", "tiny_aya"])
-def test_a_long_number_takes_linear_time(name: str) -> None:
+def test_a_long_number_is_split_in_linear_time(name: str) -> None:
     # A lookahead to the number's end at each group takes minutes here.
     assert len(words(name, "1" * 100_000)) == 33_334
     assert words(name, "1" * 100_000 + "x")[-1] == "x"
 
 
-def test_an_unknown_name_is_refused() -> None:
+def test_an_unknown_pre_tokenizer_name_is_refused() -> None:
     with pytest.raises(ModelFormatError, match="tokenizer.ggml.pre is 'new-bpe'.*tokenizer.json"):
         word_split("new-bpe")

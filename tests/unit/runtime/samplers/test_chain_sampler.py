@@ -50,7 +50,7 @@ def kept_by(logits: np.ndarray, params: SamplingParams, mu: float = 0.0) -> dict
 
 
 @pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: ",".join(case["params"]))
-def test_probabilities_are_llama_cpps(case):
+def test_probabilities_after_each_sampler_equal_llama_cpps(case):
     params, logits = params_of(case["params"]), ROWS[case["row"]].copy()
     tokens = np.array(case.get("tokens", []), np.int32)
     if params.has_penalties:
@@ -73,7 +73,7 @@ def test_probabilities_are_llama_cpps(case):
 
 
 @pytest.mark.parametrize("case", GOLDEN["mirostat"], ids=lambda case: str(case["mirostat"]))
-def test_mirostat_keeps_what_llama_cpp_keeps(case):
+def test_mirostat_keeps_the_same_tokens_as_llama_cpp(case):
     params = SamplingParams(**{name: each for name, each in case.items() if name != "steps"})
     mu = 2 * params.mirostat_tau
     for step in case["steps"]:
@@ -169,7 +169,7 @@ BREAKERS = ((3,), (2, 9))
 
 @settings(max_examples=60, deadline=None, derandomize=True)  # near-ties may go either way
 @given(chains=st.lists(CHAINS, min_size=1, max_size=4), logits_seed=st.integers(0, 99))
-def test_a_batch_samples_what_the_reference_samples_alone(chains, logits_seed):
+def test_batched_sampler_chains_equal_the_reference(chains, logits_seed):
     rng = np.random.default_rng(logits_seed)
     seqs, references = [], []
     for choice, fields in enumerate(chains):
@@ -204,7 +204,7 @@ def test_a_batch_samples_what_the_reference_samples_alone(chains, logits_seed):
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_an_order_that_devices_have_samples_what_they_sample(data):
+def test_a_chain_in_the_devices_order_samples_the_devices_tokens(data):
     """A request with `samplers` and one without it, whose order is the same."""
     fields = {
         "temperature": data.draw(st.sampled_from([0.0, 0.5, 1.0, 2.0])),
@@ -223,7 +223,7 @@ def test_an_order_that_devices_have_samples_what_they_sample(data):
     assert step(new_sampler(), [seq], logits) == expected
 
 
-def test_logits_that_are_no_numbers_do_not_stop_a_step():
+def test_nonfinite_logits_do_not_stop_a_step():
     seqs = [sequence(SamplingParams(mirostat=version, seed=1)) for version in (1, 2)]
     for value in (np.nan, -np.inf):
         logits = np.full((2, VOCAB), value, np.float32)
@@ -236,7 +236,7 @@ def test_logits_that_are_no_numbers_do_not_stop_a_step():
             seq.tokens.append(7)
 
 
-def test_mirostats_formula_has_a_value_everywhere():
+def test_mirostats_formula_is_defined_for_every_input():
     assert mirostat_k(np.zeros(1, np.float32), 5.0, VOCAB) == 1
     assert mirostat_k(np.zeros(VOCAB, np.float32), 5.0, VOCAB) == VOCAB  # exponent 0
     zipf = -np.log(np.arange(1, VOCAB + 1, dtype=np.float32))  # exponent 1
@@ -244,7 +244,7 @@ def test_mirostats_formula_has_a_value_everywhere():
     assert mirostat_k(zipf, 1e6, VOCAB) == VOCAB and mirostat_k(zipf * 9, -50.0, VOCAB) == 1
 
 
-def test_a_long_repetition_takes_little_time_and_stays_finite():
+def test_dry_penalty_of_a_long_repetition_is_fast_and_finite():
     tokens = np.ones(20_000, np.int32)
     (penalty,) = dry_penalties(tokens, {}, 1.0, 1.75, 2).values()
     assert 1e20 < penalty < np.finfo(np.float32).max
@@ -253,12 +253,12 @@ def test_a_long_repetition_takes_little_time_and_stays_finite():
     assert dry_penalties(tokens[:0], {}, 2.0, 1.75, 0) == {}
 
 
-def test_tokens_of_images_are_never_penalized():
+def test_image_tokens_are_never_penalized():
     tokens = np.array([-3, -4, 5, -3], np.int32)
     assert dry_penalties(tokens, {}, 1.0, 1.75, 1) == {}
 
 
-def test_a_bad_word_is_banned_behind_its_own_start_only():
+def test_a_bad_word_is_banned_only_after_its_own_prefix():
     words = ((4,), (5, 6), (5, 6, 7))
     assert banned_by_words([5, 6], 2, words) == [4], "the prompt does not count"
     assert banned_by_words([9, 5], 1, words) == [4, 6]

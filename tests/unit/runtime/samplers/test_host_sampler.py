@@ -30,7 +30,7 @@ def expected_of(logits: np.ndarray, sampling: SamplingInputs) -> torch_sampler.S
 
 @settings(max_examples=100, deadline=None, derandomize=True)  # near-ties may go either way
 @given(data=st.data())
-def test_tokens_are_those_of_the_torch_sampler(data) -> None:
+def test_host_sampler_draws_the_torch_samplers_tokens(data) -> None:
     """All stages at once, so that their order is part of it."""
     options = {
         "temperature": st.sampled_from([0.0, 0.5, 1.0, 2.0]),
@@ -78,7 +78,7 @@ def test_tokens_are_those_of_the_torch_sampler(data) -> None:
         np.testing.assert_allclose(found.top_logprobs, expected.top_logprobs.numpy(), atol=1e-5)
 
 
-def test_what_was_drawn_counts_from_the_next_step_on() -> None:
+def test_a_sampled_token_is_penalized_from_the_next_step_on() -> None:
     """Two steps of one slot: the second penalizes the first one's token, unless it was forced."""
     logits = np.zeros((1, VOCAB), np.float32)
     logits[0, [4, 9]] = 2.0, 1.5

@@ -62,7 +62,7 @@ def test_blocks_that_the_pool_evicted_come_back_from_host_memory(shape) -> None:
     assert again.num_cached >= 8 and mover.tiers[0].num_hits >= 4
 
 
-def test_a_tier_for_a_gpu_lends_its_blocks() -> None:
+def test_a_host_tier_for_a_gpu_lends_its_blocks() -> None:
     made: list[int] = []
 
     def new_row(num_bytes: int):
@@ -113,7 +113,7 @@ def test_blocks_that_do_not_fit_in_the_queue_are_stored_later(tmp_path) -> None:
         assert len(list(tmp_path.glob("*/*.full"))) >= count
 
 
-def test_another_model_does_not_find_the_blocks(tmp_path) -> None:
+def test_another_model_does_not_find_the_stored_blocks(tmp_path) -> None:
     first, _ = tiered_engine(disk(tmp_path))
     answer(first, "a")
     second, mover = tiered_engine(disk(tmp_path), identity="other weights")
@@ -121,7 +121,7 @@ def test_another_model_does_not_find_the_blocks(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(("token_s", "load_s"), [(1e-9, 0.0), (0.01, 100.0)])
-def test_blocks_are_computed_if_that_is_faster(tmp_path, token_s, load_s) -> None:
+def test_blocks_are_recomputed_if_that_is_faster_than_loading(tmp_path, token_s, load_s) -> None:
     first, _ = tiered_engine(disk(tmp_path))
     answer(first, "a")
     second, mover = tiered_engine(disk(tmp_path), prompt_s=lambda count: token_s * count)
@@ -129,9 +129,7 @@ def test_blocks_are_computed_if_that_is_faster(tmp_path, token_s, load_s) -> Non
     assert answer(second, "b").num_cached == 0
 
 
-def test_a_tier_that_is_thought_to_be_slow_is_tried_with_a_few_blocks(
-    tmp_path, monkeypatch
-) -> None:
+def test_a_tier_that_seems_slow_is_tried_with_a_few_blocks(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(health, "USUAL_BYTES_PER_S", 1)
     answer(tiered_engine(disk(tmp_path))[0], "a")
     second, mover = tiered_engine(disk(tmp_path), prompt_s=lambda count: 0.01 * count)
@@ -146,7 +144,7 @@ def test_a_tier_that_is_thought_to_be_slow_is_tried_with_a_few_blocks(
     assert answer(second, "e").num_cached == 4, "that was long ago"
 
 
-def test_a_damaged_block_is_computed_again_and_counted(tmp_path) -> None:
+def test_a_damaged_block_is_recomputed_and_counted(tmp_path) -> None:
     first, _ = tiered_engine(disk(tmp_path))
     answer(first, "a")
     for file in tmp_path.glob("*/*.full"):
@@ -161,7 +159,7 @@ def test_a_damaged_block_is_computed_again_and_counted(tmp_path) -> None:
     assert answer(third, "c").num_cached >= 2 and mover.tiers[0].num_hits >= 1
 
 
-def test_a_tier_that_fails_costs_nothing_but_its_blocks(tmp_path) -> None:
+def test_a_failing_tier_costs_only_its_blocks(tmp_path) -> None:
     class Broken(DiskTier):
         def find(self, names):
             raise OSError("gone")
@@ -179,7 +177,7 @@ def test_a_tier_that_fails_costs_nothing_but_its_blocks(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("has_other", [False, True])
-def test_blocks_are_not_copied_again_and_again_for_a_tier_that_fails(tmp_path, has_other) -> None:
+def test_blocks_are_not_copied_repeatedly_for_a_failing_tier(tmp_path, has_other) -> None:
     class Full(DiskTier):
         def store(self, records):
             raise OSError("full")
@@ -194,7 +192,7 @@ def test_blocks_are_not_copied_again_and_again_for_a_tier_that_fails(tmp_path, h
     assert len(copied) < 20, "three times 8 blocks of the prompt, and those of the answers"
 
 
-def test_the_log_says_once_that_a_tier_fails(tmp_path, caplog) -> None:
+def test_a_failing_tier_is_logged_once(tmp_path, caplog) -> None:
     class Gone(DiskTier):
         def tidy_up(self) -> None:
             raise OSError("gone")
@@ -228,7 +226,7 @@ def test_two_requests_for_the_same_blocks_load_them_once(tmp_path) -> None:
     assert {second.outcomes[name, 0].num_cached for name in "bc"} == {16}
 
 
-def test_loading_does_not_evict_the_prefix_that_it_continues(tmp_path) -> None:
+def test_loading_blocks_does_not_evict_the_prefix_they_continue(tmp_path) -> None:
     """The pool has room for one prompt only, and its first blocks are the next to be evicted."""
     first, _ = tiered_engine(disk(tmp_path))
     answer(first, "a")
@@ -258,7 +256,7 @@ def test_an_abort_while_blocks_are_loaded_leaves_nothing_behind(tmp_path, monkey
     second.check()
 
 
-def test_a_sequence_goes_on_if_the_one_that_loads_for_it_is_aborted(tmp_path) -> None:
+def test_a_sequence_continues_if_the_one_loading_its_blocks_is_aborted(tmp_path) -> None:
     first, _ = tiered_engine(disk(tmp_path))
     answer(first, "a")
     second, mover = tiered_engine(disk(tmp_path))
@@ -277,7 +275,7 @@ def test_a_sequence_goes_on_if_the_one_that_loads_for_it_is_aborted(tmp_path) ->
     assert second.outcomes["c", 0].num_cached == 16
 
 
-def test_blocks_that_nobody_takes_yet_are_bounded(tmp_path, monkeypatch) -> None:
+def test_loaded_blocks_not_yet_used_are_bounded(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(mover_module, "MAX_ALL_AHEAD_BYTES", 1)
     first, _ = tiered_engine(disk(tmp_path))
     for name, start in ("a", 1), ("b", 2):
@@ -301,7 +299,7 @@ def test_blocks_that_nobody_takes_yet_are_bounded(tmp_path, monkeypatch) -> None
     assert not mover._kept
 
 
-def test_threads_move_the_blocks_and_end_with_the_engine(tmp_path, monkeypatch) -> None:
+def test_offload_threads_move_blocks_and_end_with_the_engine(tmp_path, monkeypatch) -> None:
     for name in ("FIRST_WAIT_S", "STALL_S"):
         monkeypatch.setattr(kv_tiers, name, 1000.0)
     answers = []
@@ -314,7 +312,7 @@ def test_threads_move_the_blocks_and_end_with_the_engine(tmp_path, monkeypatch) 
     assert answers[1].tokens == answers[0].tokens and answers[1].num_cached == 16
 
 
-def test_a_timeline_tells_which_tier_had_the_blocks(tmp_path) -> None:
+def test_a_timeline_names_the_tier_that_had_the_blocks(tmp_path) -> None:
     first, _ = tiered_engine(disk(tmp_path))
     answer(first, "a")
     second, _ = tiered_engine(disk(tmp_path))
@@ -325,7 +323,7 @@ def test_a_timeline_tells_which_tier_had_the_blocks(tmp_path) -> None:
     assert second.loop.stats().tiers[0].saved_tokens == 16
 
 
-def test_a_mistake_in_loading_ends_the_tiers_and_no_request(tmp_path) -> None:
+def test_a_bug_while_loading_disables_the_tiers_and_fails_no_request(tmp_path) -> None:
     first, _ = tiered_engine(disk(tmp_path))
     answer(first, "a")
     second, _ = tiered_engine(disk(tmp_path))
@@ -351,7 +349,7 @@ def test_a_failure_to_publish_loaded_blocks_does_not_end_the_tiers(tmp_path, sha
     assert answer(engine, "c").num_cached >= 8, "they are loaded again"
 
 
-def test_tiers_that_are_given_up_have_no_threads(tmp_path, monkeypatch) -> None:
+def test_disabled_tiers_have_no_threads(tmp_path, monkeypatch) -> None:
     engine, mover = tiered_engine(disk(tmp_path), make_mover=OffloadWorker)
     mover.start()
     monkeypatch.setattr(engine.kv.tiers, "read_ahead", None)  # raises when it is called

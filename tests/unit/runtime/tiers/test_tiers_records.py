@@ -88,7 +88,7 @@ def damage(rng: random.Random, kind: str, content: bytes) -> bytes:
     return bytes(data)
 
 
-def test_ten_thousand_wrong_records_are_all_noticed() -> None:
+def test_ten_thousand_damaged_records_are_all_detected() -> None:
     rng, place = random.Random(7), places(2)[1]
     num_wrong = 0
     records = {kind: (record(kind, place), whole(record(kind, place))) for kind in SHAPES}
@@ -105,7 +105,7 @@ def test_ten_thousand_wrong_records_are_all_noticed() -> None:
 
 
 @pytest.mark.parametrize("kind", SHAPES)
-def test_a_tier_returns_what_was_stored_and_deletes_what_was_changed(tmp_path, kind) -> None:
+def test_a_disk_tier_returns_stored_blocks_and_deletes_changed_ones(tmp_path, kind) -> None:
     tier = DiskTier(tmp_path, 2**20, "lru", None)
     wanted = Wanted(SHAPES[kind], OURS, places(4))
     stored = [record(kind, place, seed=i) for i, place in enumerate(wanted.places)]
@@ -121,7 +121,7 @@ def test_a_tier_returns_what_was_stored_and_deletes_what_was_changed(tmp_path, k
     assert {file.stat().st_mode & 0o777 for file in tmp_path.glob("*/*")} == {0o600}
 
 
-def test_a_block_moves_in_pieces(tmp_path) -> None:
+def test_a_block_is_stored_and_read_in_pieces(tmp_path) -> None:
     shape = RecordShape("full", "full", 16, 2 * PIECE_BYTES + 5)
     payload = np.random.default_rng(1).integers(0, 256, shape.num_bytes, np.uint8)
     tier = DiskTier(tmp_path, 2**30, "lru", None)
@@ -135,7 +135,7 @@ def test_a_block_moves_in_pieces(tmp_path) -> None:
     assert tier.load(wanted, rows) == [Loaded.BAD]
 
 
-def test_a_block_has_its_name_only_when_it_is_whole(tmp_path, monkeypatch) -> None:
+def test_a_block_file_appears_only_when_it_is_complete(tmp_path, monkeypatch) -> None:
     """A reader must not see a part of a block, nor the rest of a write that failed."""
     tier, place = DiskTier(tmp_path, 2**20, "lru", None), places(1)[0]
 
@@ -150,7 +150,7 @@ def test_a_block_has_its_name_only_when_it_is_whole(tmp_path, monkeypatch) -> No
 
 
 @pytest.mark.parametrize("field", ["tokens", "model", "salt", "adapter", "before"])
-def test_every_part_of_the_key_changes_it(field) -> None:
+def test_every_part_of_a_block_key_changes_it(field) -> None:
     def key(tokens=range(16), model="m", salt="s", adapter="", before=0) -> bytes:
         root = root_key(identity_of((model,)), salt, adapter)
         keys = list[bytes]()
@@ -173,7 +173,7 @@ def test_the_index_evicts_by_its_policy(policy, gone) -> None:
     assert index.num_bytes == 30
 
 
-def test_unused_records_expire(tmp_path) -> None:
+def test_unused_tier_records_expire(tmp_path) -> None:
     now = time.time()
     tier = DiskTier(tmp_path, 2**20, "lru", 60.0, clock=lambda: now)
     tier.store([record("full", place) for place in places(2)])
@@ -186,7 +186,7 @@ def test_unused_records_expire(tmp_path) -> None:
     assert tier.find(names) == [True, False] and tier.num_records == 1
 
 
-def test_a_new_process_knows_sizes_and_uses_of_the_old_one(tmp_path) -> None:
+def test_a_restarted_tier_knows_sizes_and_uses(tmp_path) -> None:
     tier = DiskTier(tmp_path, 2**20, "lfu", None)
     tier.store([record("full", place) for place in places(3)])
     names = [Wanted(SHAPES["full"], OURS, places(3)).name(i) for i in range(3)]
@@ -197,7 +197,7 @@ def test_a_new_process_knows_sizes_and_uses_of_the_old_one(tmp_path) -> None:
     assert again.num_records == 2 and again.find(names)[1] and again.uses() == {names[1]: 3}
 
 
-def test_a_folder_that_disappears_is_made_again(tmp_path) -> None:
+def test_a_tier_folder_that_disappears_is_recreated(tmp_path) -> None:
     folder = tmp_path / "kv"
     tier = DiskTier(folder, 2**20, "lru", None)
     tier.store([record("full", place) for place in places(2)])
@@ -210,7 +210,7 @@ def test_a_folder_that_disappears_is_made_again(tmp_path) -> None:
     assert tier.store([record("full", place) for place in places(2)]) == 2, "it is made again"
 
 
-def test_a_disk_that_takes_no_writes_is_still_read(tmp_path, monkeypatch) -> None:
+def test_a_disk_that_refuses_writes_is_still_read(tmp_path, monkeypatch) -> None:
     now = time.time()
     tier = DiskTier(tmp_path, 2**20, "lru", None, clock=lambda: now)
     tier.store([record("full", place) for place in places(2)])
@@ -242,7 +242,7 @@ def test_only_files_of_the_tier_are_ever_removed(tmp_path) -> None:
     assert sorted(each.name for each in folder.iterdir()) == sorted(names[:3])
 
 
-def test_another_image_encoder_changes_the_identity(tmp_path, monkeypatch) -> None:
+def test_another_image_encoder_changes_the_kv_identity(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(worker_tiers, "store_directory", lambda: tmp_path / "cache" / "models")
     model, encoder = tmp_path / "model.gguf", tmp_path / "mmproj-model.gguf"
     model.write_bytes(b"weights")
@@ -263,7 +263,7 @@ def test_another_image_encoder_changes_the_identity(tmp_path, monkeypatch) -> No
     assert identity(b"one", None) == identity(b"other", None), "nobody reads this file"
 
 
-def test_a_record_of_another_layout_has_another_number() -> None:
+def test_a_record_of_another_layout_has_another_version() -> None:
     """Records outlive processes, and cross between engines of one version. If this fails because
     the layout has changed, raise `LAYOUT_VERSION`, and put the new digest here.
     """

@@ -46,7 +46,7 @@ def redis_tier(url: str, max_bytes: int = MIB, policy="lru", ttl_s=60.0) -> Redi
     return RedisTier(connect(url), max_bytes, policy, ttl_s)
 
 
-def test_another_replica_continues_from_the_blocks(url) -> None:
+def test_another_replica_continues_from_blocks_in_redis(url) -> None:
     first, _ = tiered_engine(redis_tier(url))
     told = answer(first, "a")
     second, mover = tiered_engine(redis_tier(url))
@@ -55,7 +55,7 @@ def test_another_replica_continues_from_the_blocks(url) -> None:
     assert mover.tiers[0].num_hits == 8
 
 
-def test_the_first_request_of_a_server_finds_its_prefix(url, monkeypatch) -> None:
+def test_the_redis_connection_is_open_before_the_first_request(url, monkeypatch) -> None:
     """The connection is open by then: a request does not wait for a slow one."""
     first, _ = tiered_engine(redis_tier(url))
     told = answer(first, "a")
@@ -70,7 +70,7 @@ def test_the_first_request_of_a_server_finds_its_prefix(url, monkeypatch) -> Non
     assert (again.tokens, again.num_cached) == (told.tokens, 16)
 
 
-def test_a_mover_reaches_its_tiers_when_it_starts(url) -> None:
+def test_the_offload_worker_connects_to_its_tiers_when_it_starts(url) -> None:
     tier = redis_tier(url)
     _, mover = tiered_engine(tier, make_mover=OffloadWorker)
     pool = tier._client.connection_pool
@@ -80,7 +80,7 @@ def test_a_mover_reaches_its_tiers_when_it_starts(url) -> None:
     mover.close()
 
 
-def test_a_full_tier_evicts_and_counts(url, server) -> None:
+def test_a_full_redis_tier_evicts_and_counts(url, server) -> None:
     engine, mover = tiered_engine(redis_tier(url, max_bytes=2000))
     for index in range(6):
         answer(engine, str(index), [index, *PROMPT])
@@ -94,7 +94,7 @@ def test_a_full_tier_evicts_and_counts(url, server) -> None:
     assert all(0 < client.pttl(name) <= 60_000 for name in names)
 
 
-def test_blocks_that_two_engines_store_at_once_count_once(url, server) -> None:
+def test_blocks_stored_by_two_engines_at_once_count_once(url, server) -> None:
     for name in "ab":
         tier = redis_tier(url)
         tier.find = lambda names: [False] * len(names)  # each looked before the other one stored
@@ -106,7 +106,7 @@ def test_blocks_that_two_engines_store_at_once_count_once(url, server) -> None:
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "fifo"])
-def test_the_policy_decides_who_stays(url, server, policy) -> None:
+def test_the_eviction_policy_decides_which_blocks_stay_in_redis(url, server, policy) -> None:
     """The first prompt is used again. So LRU and LFU keep it, and FIFO does not."""
     engine, mover = tiered_engine(redis_tier(url, 4400, policy), num_blocks=64)
     answer(engine, "a")
@@ -120,7 +120,7 @@ def test_the_policy_decides_who_stays(url, server, policy) -> None:
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "list", "empty", "other"])
-def test_what_redis_holds_is_not_believed(url, server, damage) -> None:
+def test_damaged_blocks_in_redis_are_not_used(url, server, damage) -> None:
     first, _ = tiered_engine(redis_tier(url))
     answer(first, "a")
     client = server.client()
@@ -148,7 +148,7 @@ def test_what_redis_holds_is_not_believed(url, server, damage) -> None:
 
 
 @pytest.mark.parametrize("total", [b"abc", b"-5", b"9" * 40])
-def test_a_total_that_is_no_size_ends_no_engine(url, server, total) -> None:
+def test_an_invalid_size_total_in_redis_ends_no_engine(url, server, total) -> None:
     """It is in the statistics, which are encoded and must be sound."""
     server.client().set(TOTAL, total)
     tier = redis_tier(url, 1000)
@@ -159,7 +159,7 @@ def test_a_total_that_is_no_size_ends_no_engine(url, server, total) -> None:
     assert 0 <= tier.num_bytes <= MAX_SIZE
 
 
-def test_a_redis_that_is_killed_costs_nothing_and_comes_back(tmp_path) -> None:
+def test_killing_redis_fails_no_request_and_it_is_used_again_later(tmp_path) -> None:
     server = RedisServer(tmp_path)
     try:
         engine, mover = tiered_engine(redis_tier(server.url))
@@ -182,7 +182,7 @@ def test_a_redis_that_is_killed_costs_nothing_and_comes_back(tmp_path) -> None:
         server.stop()
 
 
-def test_a_frozen_redis_is_waited_for_once(url, server) -> None:
+def test_a_frozen_redis_is_waited_for_only_once(url, server) -> None:
     engine, mover = tiered_engine(redis_tier(url))
     answer(engine, "a")
     server.process.send_signal(signal.SIGSTOP)
@@ -200,7 +200,7 @@ def test_a_frozen_redis_is_waited_for_once(url, server) -> None:
         server.process.send_signal(signal.SIGCONT)
 
 
-def test_a_redis_without_memory_stores_nothing_but_is_read(tmp_path) -> None:
+def test_a_redis_out_of_memory_stores_nothing_but_is_read(tmp_path) -> None:
     server = RedisServer(tmp_path, "--maxmemory-policy", "noeviction")
     try:
         engine, mover = tiered_engine(redis_tier(server.url))
@@ -219,7 +219,7 @@ def test_a_redis_without_memory_stores_nothing_but_is_read(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("reply", [b"-ERR no\r\n", b"\x00\xff" * 100, b"$5\r\nhello\r\n" * 99, b""])
-def test_a_server_that_talks_nonsense_fails_nobody(reply, tmp_path) -> None:
+def test_a_redis_server_that_answers_garbage_fails_no_request(reply, tmp_path) -> None:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(tmp_path / "s"))
     listener.listen()
@@ -244,7 +244,7 @@ def test_a_server_that_talks_nonsense_fails_nobody(reply, tmp_path) -> None:
     listener.close()
 
 
-def test_a_bad_url_is_refused_without_telling_it() -> None:
+def test_an_invalid_redis_url_is_refused_without_echoing_it() -> None:
     with pytest.raises(ConfigError) as caught:
         connect("http://user:hunter2@host")
     assert "hunter2" not in str(caught.value) and "redis://HOST" in str(caught.value)

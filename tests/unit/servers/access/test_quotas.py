@@ -70,7 +70,7 @@ async def limited(backend: FakeBackend, clock: Clock) -> AsyncIterator[httpx.Asy
     assert app.state.services.lifecycle.num_admitted == 0
 
 
-async def test_requests_in_a_minute(limited: httpx.AsyncClient, clock: Clock) -> None:
+async def test_requests_per_minute_are_limited(limited: httpx.AsyncClient, clock: Clock) -> None:
     for left in (2, 1, 0):
         answer = await limited.post("/v1/chat/completions", json=chat(max_tokens=8))
         assert answer.status_code == 200
@@ -87,7 +87,7 @@ async def test_requests_in_a_minute(limited: httpx.AsyncClient, clock: Clock) ->
     assert (await limited.post("/v1/chat/completions", json=chat())).status_code == 200
 
 
-async def test_tokens_are_charged_before_and_put_right_after(
+async def test_tokens_are_charged_before_a_request_and_corrected_after(
     limited: httpx.AsyncClient, backend: FakeBackend
 ) -> None:
     backend.prefill_s = 30
@@ -111,7 +111,9 @@ async def test_tokens_are_charged_before_and_put_right_after(
     assert state.status_code == 200  # not a request for work: nothing is counted
 
 
-async def test_what_is_used_in_the_end_is_what_counts(backend: FakeBackend, clock: Clock) -> None:
+async def test_only_the_tokens_used_in_the_end_are_counted(
+    backend: FakeBackend, clock: Clock
+) -> None:
     app = app_with(backend, limits={"tokens_per_minute": 500})
     async with client_for(app) as client:
         for _ in range(20):
@@ -135,7 +137,7 @@ async def test_what_is_used_in_the_end_is_what_counts(backend: FakeBackend, cloc
         ("/tokenize", {"prompt": "x"}, 200),
     ],
 )
-async def test_every_path_gives_everything_back(
+async def test_every_kind_of_ending_refunds_the_charge(
     backend: FakeBackend, clock: Clock, path: str, body: dict[str, Any], status: int
 ) -> None:
     app = app_with(backend, limits={"tokens_per_minute": 2000, "max_concurrent": 1})
@@ -150,7 +152,7 @@ async def test_every_path_gives_everything_back(
     assert window.current <= 2 * (NUM_WORDS + 2)
 
 
-async def test_a_request_that_can_never_fit_is_not_to_be_sent_again(
+async def test_a_request_beyond_the_token_limit_is_refused_without_retry(
     limited: httpx.AsyncClient,
 ) -> None:
     answer = await limited.post("/v1/chat/completions", json=chat(max_tokens=400, n=3))
@@ -158,7 +160,9 @@ async def test_a_request_that_can_never_fit_is_not_to_be_sent_again(
     assert answer.json()["error"]["param"] == "max_tokens"
 
 
-async def test_requests_at_once_and_in_the_queue(backend: FakeBackend, clock: Clock) -> None:
+async def test_concurrent_and_queued_requests_are_limited(
+    backend: FakeBackend, clock: Clock
+) -> None:
     backend.prefill_s = 30
     refusals = (
         ({"max_concurrent": 2}, "at work"),
@@ -184,7 +188,9 @@ async def test_requests_at_once_and_in_the_queue(backend: FakeBackend, clock: Cl
             assert not list(app.state.services.quotas.in_use())
 
 
-async def test_a_prompt_that_may_never_wait_is_not_to_be_sent_again(backend: FakeBackend) -> None:
+async def test_a_prompt_beyond_max_queued_tokens_is_refused_without_retry(
+    backend: FakeBackend,
+) -> None:
     app = app_with(backend, limits={"max_queued_tokens": CHAT_TOKENS - 1})
     async with client_for(app) as client:
         refused = await client.post("/v1/chat/completions", json=chat())
@@ -192,9 +198,7 @@ async def test_a_prompt_that_may_never_wait_is_not_to_be_sent_again(backend: Fak
     assert "Send a shorter prompt" in refused.json()["error"]["message"]
 
 
-async def test_a_body_that_comes_in_pieces_is_charged_like_any_other(
-    backend: FakeBackend, clock: Clock
-) -> None:
+async def test_a_chunked_body_is_charged_like_any_other(backend: FakeBackend, clock: Clock) -> None:
     async def pieces(size: int) -> AsyncIterator[bytes]:
         said = chat(messages=[{"role": "user", "content": "a" * size}], max_tokens=1)
         yield httpx.Request("POST", "http://x", json=said).content
@@ -209,7 +213,7 @@ async def test_a_body_that_comes_in_pieces_is_charged_like_any_other(
         assert not list(app.state.services.quotas.in_use())
 
 
-async def test_who_leaves_before_the_first_token_has_used_the_prompt(
+async def test_a_client_that_disconnects_before_the_first_token_is_charged_the_prompt(
     backend: FakeBackend, clock: Clock
 ) -> None:
     backend.prefill_s = 30
@@ -224,7 +228,7 @@ async def test_who_leaves_before_the_first_token_has_used_the_prompt(
     assert window.current == CHAT_TOKENS
 
 
-async def test_keys_have_limits_of_their_own(
+async def test_keys_have_their_own_limits(
     backend: FakeBackend, clock: Clock, tmp_path: Path
 ) -> None:
     path = tmp_path / "keys.json"
@@ -242,7 +246,7 @@ async def test_keys_have_limits_of_their_own(
         assert statuses == [200] * allowed + [429] * (5 - allowed)
 
 
-async def test_an_answer_longer_than_was_charged_is_charged_after_all(clock: Clock) -> None:
+async def test_an_answer_longer_than_charged_is_charged_afterwards(clock: Clock) -> None:
     quotas = Quotas(LimitsSettings(tokens_per_minute=500))
     lease = await quotas.enter(Principal("t"), 40, {})
     assert lease is not None
@@ -251,7 +255,7 @@ async def test_an_answer_longer_than_was_charged_is_charged_after_all(clock: Clo
     assert (await quotas.windows.look("tokens/t")).current == 100
 
 
-async def test_a_key_without_room_for_one_token_is_not_asked_for_an_empty_body(
+async def test_an_exhausted_token_quota_refuses_even_an_empty_body(
     clock: Clock,
 ) -> None:
     quotas = Quotas(LimitsSettings(tokens_per_minute=10))
@@ -261,7 +265,7 @@ async def test_a_key_without_room_for_one_token_is_not_asked_for_an_empty_body(
         await quotas.enter(who, 0, {})
 
 
-async def test_keys_of_one_tenant_are_counted_apart_and_the_administrator_is_not(
+async def test_keys_of_one_tenant_are_counted_separately_and_the_admin_is_not(
     clock: Clock,
 ) -> None:
     quotas = Quotas(LimitsSettings(requests_per_minute=1))
@@ -283,7 +287,7 @@ async def test_every_choice_of_every_prompt_is_charged(backend: FakeBackend, clo
     assert never.json()["error"]["param"] == "max_tokens"
 
 
-async def test_vectors_are_charged_for_their_prompts_alone(
+async def test_embeddings_are_charged_for_prompt_tokens_only(
     backend: FakeBackend, clock: Clock
 ) -> None:
     app = app_with(backend, limits={"tokens_per_minute": 100})
@@ -293,7 +297,7 @@ async def test_vectors_are_charged_for_their_prompts_alone(
     assert (await app.state.services.quotas.windows.look("tokens/")).current == 2
 
 
-async def test_addresses_of_one_network_are_one_client(clock: Clock) -> None:
+async def test_addresses_of_one_network_count_as_one_client(clock: Clock) -> None:
     throttle = AuthThrottle(1)
     for first, second, other in (
         ("2001:db8::1", "2001:db8::ffff:2", "2001:db8:0:1::1"),

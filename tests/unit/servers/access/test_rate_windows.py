@@ -24,7 +24,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-async def test_a_clock_that_jumps_locks_nobody_out(clock: Clock) -> None:
+async def test_a_clock_jump_locks_no_client_out(clock: Clock) -> None:
     counted = Windows()
     for _ in range(5):
         await counted.add("x", 1)
@@ -33,7 +33,7 @@ async def test_a_clock_that_jumps_locks_nobody_out(clock: Clock) -> None:
         assert (await counted.add("x", 1)).used <= 1
 
 
-async def test_a_correction_goes_where_the_charge_was(clock: Clock) -> None:
+async def test_a_correction_is_booked_in_the_window_of_the_charge(clock: Clock) -> None:
     counted = Windows()
     charged = await counted.add("x", 100)
     clock.now += WINDOW_S
@@ -54,7 +54,9 @@ async def test_a_correction_goes_where_the_charge_was(clock: Clock) -> None:
         (Window(0, 10.0, 100, 100), 100, 50),
     ],
 )
-def test_the_wait_is_enough_and_not_much_too_long(window: Window, limit: int, amount: int) -> None:
+def test_retry_after_suffices_and_is_not_much_too_long(
+    window: Window, limit: int, amount: int
+) -> None:
     def fits_after(seconds: float) -> bool:
         position, previous, current = window.position + seconds, window.previous, window.current
         if position >= WINDOW_S:
@@ -80,7 +82,7 @@ class BrokenRedis:
 
 
 @pytest.mark.parametrize("days", [-1, 1])
-async def test_a_wall_clock_that_jumps_frees_and_blocks_nobody(clock: Clock, days: int) -> None:
+async def test_a_wall_clock_jump_changes_no_rate_window(clock: Clock, days: int) -> None:
     windows = Windows()
     await windows.add("key", 5)
     wall = clock.now
@@ -90,7 +92,7 @@ async def test_a_wall_clock_that_jumps_frees_and_blocks_nobody(clock: Clock, day
     assert (await windows.look("key")).used == 0
 
 
-async def test_a_redis_that_hangs_is_left_alone_and_limits_still_hold(clock: Clock) -> None:
+async def test_a_hanging_redis_is_bypassed_and_limits_still_hold(clock: Clock) -> None:
     quotas = Quotas(LimitsSettings(requests_per_minute=3))
     await quotas.windows.prepare()
     quotas.windows._redis = broken = BrokenRedis()
@@ -103,7 +105,7 @@ async def test_a_redis_that_hangs_is_left_alone_and_limits_still_hold(clock: Clo
     await quotas.stop()
 
 
-async def test_no_request_waits_to_learn_whether_redis_is_back(
+async def test_no_request_waits_to_find_out_whether_redis_is_back(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rate_windows, "REDIS_PAUSE_S", 0.01)
@@ -124,7 +126,7 @@ async def test_no_request_waits_to_learn_whether_redis_is_back(
     assert windows._pool.disconnect.await_count >= 3  # no request gets an old connection
 
 
-async def test_nobody_begins_anew_when_redis_fails_or_comes_back_empty(clock: Clock) -> None:
+async def test_limits_are_kept_when_redis_fails_or_comes_back_empty(clock: Clock) -> None:
     quotas = Quotas(LimitsSettings(requests_per_minute=3))
     await quotas.windows.prepare()
     who = Principal("t", limits=KeyLimits())
@@ -140,7 +142,7 @@ async def test_nobody_begins_anew_when_redis_fails_or_comes_back_empty(clock: Cl
 
 
 @pytest.mark.parametrize("answer", [b"hello", None, [1], 10**24, -(10**24)])
-async def test_a_redis_that_talks_nonsense_is_not_believed(clock: Clock, answer: object) -> None:
+async def test_invalid_redis_replies_are_not_trusted(clock: Clock, answer: object) -> None:
     class Nonsense:
         async def incr(self, *args: object) -> object:
             return answer

@@ -82,7 +82,7 @@ def given(backend: FakeBackend) -> GenerationContext | EmbedRequest:
 
 
 @pytest.mark.parametrize("path", ROUTES)
-async def test_the_backend_knows_whose_a_request_is_and_how_long_it_may_take(
+async def test_tenant_deadline_and_priority_reach_the_backend_from_every_route(
     client: httpx.AsyncClient, backend: FakeBackend, keys: dict[str, str], path: str
 ) -> None:
     answer = await client.post(path, json=ROUTES[path], headers=bearer(keys["alice"]))
@@ -93,7 +93,7 @@ async def test_the_backend_knows_whose_a_request_is_and_how_long_it_may_take(
     assert asked.priority == ROUTES[path].get("priority", 0)
 
 
-async def test_sessions_are_told_apart_without_their_names(
+async def test_sessions_are_distinguished_without_storing_their_names(
     client: httpx.AsyncClient, backend: FakeBackend, keys: dict[str, str]
 ) -> None:
     async def session(key: str, *, header: str | None = None, **fields: Any) -> str:
@@ -110,7 +110,7 @@ async def test_sessions_are_told_apart_without_their_names(
     assert await session("alice") == ""
 
 
-async def test_only_the_first_of_several_prompts_may_come_too_late(
+async def test_only_the_first_of_several_prompts_may_hit_the_queue_timeout(
     client: httpx.AsyncClient, backend: FakeBackend, keys: dict[str, str]
 ) -> None:
     body = {"model": MODEL, "prompt": ["a", "b", "c"]}
@@ -118,7 +118,7 @@ async def test_only_the_first_of_several_prompts_may_come_too_late(
     assert [each.context.queue_timeout_s for each in backend.requests] == [7.0, None, None]
 
 
-async def test_work_that_was_left_with_the_server_may_wait(
+async def test_background_work_has_no_queue_timeout(
     app: FastAPI, backend: FakeBackend, keys: dict[str, str]
 ) -> None:
     for path in ("/v1/completions", "/v1/embeddings"):
@@ -131,7 +131,7 @@ async def test_work_that_was_left_with_the_server_may_wait(
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/embeddings"])
-async def test_a_deadline_ends_what_the_backend_does_not(
+async def test_the_request_timeout_ends_a_backend_that_ignores_it(
     monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     monkeypatch.setattr(generation, "DEADLINE_MARGIN_S", 0.0)
@@ -144,7 +144,7 @@ async def test_a_deadline_ends_what_the_backend_does_not(
     assert answer.status_code == 408
 
 
-async def test_a_batch_and_its_file_are_nothing_to_another(
+async def test_batches_and_files_of_another_tenant_are_404(
     client: httpx.AsyncClient, keys: dict[str, str]
 ) -> None:
     alice, bob = bearer(keys["alice"]), bearer(keys["bob"])
@@ -173,7 +173,7 @@ async def test_a_batch_and_its_file_are_nothing_to_another(
     assert (await client.get(path, headers=alice)).json()["status"] == "validating"
 
 
-async def test_a_reference_is_to_ones_own_items(
+async def test_item_references_resolve_only_within_the_tenant(
     client: httpx.AsyncClient, backend: FakeBackend, keys: dict[str, str]
 ) -> None:
     alice, bob = bearer(keys["alice"]), bearer(keys["bob"])

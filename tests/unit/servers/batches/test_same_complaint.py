@@ -163,7 +163,9 @@ def answers(server: LiveServer, name: str) -> list[tuple[int, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_the_first_complaint_is_the_same(server: LiveServer, name: str) -> None:
+def test_the_first_error_of_a_bad_body_is_the_same_in_every_api(
+    server: LiveServer, name: str
+) -> None:
     params = ALL[name].params
     given = answers(server, name)
     said = [
@@ -193,7 +195,7 @@ def batch_of(server: LiveServer, bodies: dict[str, dict[str, Any]]) -> dict[str,
     return batch
 
 
-def test_a_line_of_a_batch_is_told_what_its_endpoint_says(server: LiveServer) -> None:
+def test_an_error_in_a_batch_line_equals_the_endpoints_error(server: LiveServer) -> None:
     bad = {name: each.chat for name, each in ALL.items() if "model" not in each.chat}
     bodies = {name: {"model": MODEL, "messages": HI} | each for name, each in bad.items()}
     batch = batch_of(server, bodies)
@@ -205,7 +207,7 @@ def test_a_line_of_a_batch_is_told_what_its_endpoint_says(server: LiveServer) ->
         assert (each["response"]["status_code"], each["response"]["body"]) == (status, body)
 
 
-def test_a_batch_of_an_unknown_model_says_so_as_its_endpoint_does(server: LiveServer) -> None:
+def test_a_batch_with_an_unknown_model_has_the_endpoints_error(server: LiveServer) -> None:
     batch = batch_of(server, {"x": {"model": "no/such-model", "messages": HI}})
     (error,) = batch["errors"]["data"]
     said = answers(server, "unknown model")[0][1]["error"]

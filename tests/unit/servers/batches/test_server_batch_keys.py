@@ -129,7 +129,7 @@ def test_lines_fail_once_the_key_of_their_batch_is_removed(
     assert not backend.requests
 
 
-def test_lines_have_the_limits_that_their_key_has_now(
+def test_batch_lines_have_the_current_limits_of_their_key(
     server: LiveServer, keys: dict[str, str], backend: FakeBackend, tmp_path: Path
 ) -> None:
     backend.ready = False
@@ -148,7 +148,7 @@ def test_lines_have_the_limits_that_their_key_has_now(
     assert "no such model" in results and not backend.requests
 
 
-def test_a_batch_that_must_wait_leaves_slots_to_other_tenants(tmp_path: Path) -> None:
+def test_a_batch_over_its_rate_limit_leaves_slots_to_other_tenants(tmp_path: Path) -> None:
     """The lines of a key that has used up its limit hold their slots until they are answered."""
     path = tmp_path / "keys.json"
     slow = add_key(path, "slow", limits={"requests_per_minute": 1})[0]
@@ -162,7 +162,7 @@ def test_a_batch_that_must_wait_leaves_slots_to_other_tenants(tmp_path: Path) ->
         waiting.ask("POST", f"{batch}/cancel")
 
 
-def test_an_older_database_gets_the_columns_that_it_lacks(tmp_path: Path) -> None:
+def test_an_older_batch_database_gets_its_missing_columns(tmp_path: Path) -> None:
     """A batch of an earlier version names no key, so it goes on only on a server without keys."""
     with live_server(FakeBackend(), storage={"path": tmp_path}) as server:
         client = Client(server, "unused")

@@ -143,7 +143,7 @@ def test_every_line_is_answered_in_order(client: openai.OpenAI, backend: FakeBac
         ("/v1/responses", {"input": "say hello"}),
     ],
 )
-def test_other_endpoints(
+def test_batches_work_for_completions_embeddings_and_responses(
     client: openai.OpenAI, backend: FakeBackend, endpoint: str, body: dict[str, Any]
 ) -> None:
     batch = ended(client, create(client, [line("a", endpoint, **body)], endpoint))
@@ -179,7 +179,7 @@ def test_other_endpoints(
         ([line("a", stop="x" * (2 << 20))], "line_too_long", 1),
     ],
 )
-def test_a_mistake_in_the_file_fails_the_batch_before_any_work(
+def test_an_invalid_line_fails_the_batch_before_any_request(
     client: openai.OpenAI,
     backend: FakeBackend,
     requests: list[Any],
@@ -195,7 +195,7 @@ def test_a_mistake_in_the_file_fails_the_batch_before_any_work(
     client.files.delete(batch.input_file_id)  # nothing holds it any longer
 
 
-def test_errors_and_lines_are_bounded(
+def test_reported_errors_and_line_lengths_are_bounded(
     client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch = ended(client, create(client, ["{"] * 1_000))
@@ -218,7 +218,7 @@ def test_errors_and_lines_are_bounded(
         ({"extra_body": {"priority": 1}}, "priority"),
     ],
 )
-def test_what_can_be_asked_for(
+def test_unsupported_batch_fields_are_refused_by_name(
     client: openai.OpenAI, fields: dict[str, Any], param: str | None
 ) -> None:
     asked = {"input_file_id": "x", "endpoint": CHAT, "completion_window": "24h"} | fields
@@ -227,7 +227,7 @@ def test_what_can_be_asked_for(
     assert caught.value.param == (param or "output_expires_after.seconds")
 
 
-def test_output_is_no_input(client: openai.OpenAI) -> None:
+def test_an_output_file_cannot_be_a_batch_input(client: openai.OpenAI) -> None:
     batch = ended(client, create(client, [line("a")], output_expires_after=life(7200)))
     output = client.files.retrieve(batch.output_file_id or "")
     assert output.expires_at == output.created_at + 7200
@@ -239,7 +239,7 @@ def life(seconds: int) -> Any:
     return {"anchor": "created_at", "seconds": seconds}
 
 
-def test_pages_and_unknown_batches(client: openai.OpenAI) -> None:
+def test_batches_are_listed_in_pages_and_unknown_ones_are_404(client: openai.OpenAI) -> None:
     ids = [ended(client, create(client, [line("a")])).id for _ in range(3)]
     pages = client.batches.list(limit=2)
     assert len(pages.data) == 2
@@ -252,7 +252,9 @@ def test_pages_and_unknown_batches(client: openai.OpenAI) -> None:
         client.batches.list(limit=101)
 
 
-def test_cancelling_keeps_what_is_done(client: openai.OpenAI, backend: StoppingBackend) -> None:
+def test_a_cancelled_batch_keeps_its_finished_lines(
+    client: openai.OpenAI, backend: StoppingBackend
+) -> None:
     answered = backend.num_answers = 10
     batch = create(client, [line(f"{n}") for n in range(100)])
     wait_until(lambda: counts(client.batches.retrieve(batch.id))[1] == answered)
@@ -293,7 +295,7 @@ def test_an_overdue_batch_expires(
 @pytest.mark.parametrize(
     "refusal", [RateLimitError("full", retry_after=0.01), UnavailableError("restarting")]
 )
-def test_being_refused_for_lack_of_room_is_waited_out(
+def test_a_batch_line_refused_with_429_or_503_is_retried(
     client: openai.OpenAI, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch, refusal: Any
 ) -> None:
     monkeypatch.setattr(run.random, "uniform", lambda *_: 0.01)  # of what was asked for
@@ -309,7 +311,7 @@ def test_being_refused_for_lack_of_room_is_waited_out(
     assert len(backend.requests) > 3
 
 
-def test_a_line_that_kills_the_engine_each_time_is_given_up(
+def test_a_line_that_keeps_killing_the_engine_is_given_up(
     client: openai.OpenAI, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run.random, "uniform", lambda *_: 0.01)
@@ -320,7 +322,7 @@ def test_a_line_that_kills_the_engine_each_time_is_given_up(
     assert bad["response"]["status_code"] == 503
 
 
-def test_a_failed_line_fails_alone(client: openai.OpenAI, backend: FakeBackend) -> None:
+def test_a_failed_line_does_not_fail_the_batch(client: openai.OpenAI, backend: FakeBackend) -> None:
     backend.failure, backend.fail_after = InferenceError("non-finite logits"), 3
     batch = create(client, [line("long"), line("short", max_tokens=2)])
     batch = ended(client, batch)
@@ -329,7 +331,7 @@ def test_a_failed_line_fails_alone(client: openai.OpenAI, backend: FakeBackend) 
     assert custom_ids(client, batch) == ["short", "long"]
 
 
-def test_slots_are_shared_and_bounded(tmp_path: Path) -> None:
+def test_batch_slots_are_shared_and_bounded(tmp_path: Path) -> None:
     backend = stopping_after(0)
     limits = {"max_concurrent_requests": 6}
     with live_server(backend, storage={"path": tmp_path}, server=limits) as server:
@@ -343,7 +345,7 @@ def test_slots_are_shared_and_bounded(tmp_path: Path) -> None:
         assert [ended(client, each).status for each in batches] == ["cancelled"] * 2
 
 
-def test_results_that_do_not_fit_fail_the_batch_and_keep_what_does(tmp_path: Path) -> None:
+def test_results_beyond_the_storage_limit_fail_the_batch_and_keep_the_rest(tmp_path: Path) -> None:
     backend = FakeBackend(["x" * 100_000])
     storage = {"path": tmp_path, "max_size_mb": 1}
     with live_server(backend, storage=storage) as server:
@@ -356,7 +358,7 @@ def test_results_that_do_not_fit_fail_the_batch_and_keep_what_does(tmp_path: Pat
         assert sorted(custom_ids(client, batch)) == sorted(f"{n}" for n in range(20))
 
 
-def test_too_many_open_batches(
+def test_the_number_of_open_batches_is_limited(
     client: openai.OpenAI, backend: StoppingBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store, "MAX_OPEN_BATCHES", 1)
@@ -376,7 +378,7 @@ def test_lines_are_logged_and_counted_like_requests(
     assert server.services.lifecycle.total_requests == before + 2
 
 
-def test_answers_are_read_away_from_the_event_loop(
+def test_batch_answers_are_parsed_off_the_event_loop(
     client: openai.OpenAI, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of thousands of vectors is many megabytes of JSON."""

@@ -73,7 +73,7 @@ def output_ids(server: LiveServer, batch_id: str) -> list[str]:
     return sorted(json.loads(line)["custom_id"] for line in text.splitlines())
 
 
-def test_lines_that_were_done_are_not_done_again(tmp_path: Path) -> None:
+def test_finished_lines_are_not_repeated_after_a_restart(tmp_path: Path) -> None:
     num_done = 12
     with over(tmp_path, stopping_after(num_done)) as server:
         batch_id = create(server)
@@ -87,7 +87,7 @@ def test_lines_that_were_done_are_not_done_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("step", ["start", "finalize", "end"])
-def test_it_goes_on_from_every_step(
+def test_a_batch_resumes_after_a_failure_in_any_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     async def fail(*_: Any) -> None:
@@ -113,7 +113,9 @@ def test_it_goes_on_from_every_step(
     assert len(stored) == 2, "a file was left behind"
 
 
-def test_storage_that_comes_back_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_continues_when_its_storage_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     record, num_failures = BatchStore.record, 0
 
     async def fail_at_first(*args: Any) -> None:
@@ -147,7 +149,7 @@ def test_a_bug_ends_the_batch_and_not_the_server(
         assert server.services.lifecycle.num_admitted == 0
 
 
-def test_of_two_servers_one_runs_and_the_other_takes_over(tmp_path: Path) -> None:
+def test_of_two_servers_one_runs_a_batch_and_the_other_takes_over(tmp_path: Path) -> None:
     first, second = stopping_after(10), FakeBackend()
     with over(tmp_path, first) as running:
         earlier = create(running, 1)
@@ -164,7 +166,7 @@ def test_of_two_servers_one_runs_and_the_other_takes_over(tmp_path: Path) -> Non
             assert len(second.requests) == NUM_LINES - 9
 
 
-def test_servers_of_other_models_leave_it_alone_until_it_is_overdue(
+def test_a_batch_waits_for_a_server_of_its_model_until_it_expires(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with over(tmp_path, stopping_after(0)) as server:
@@ -205,7 +207,7 @@ def test_large_results_are_written_piece_by_piece(
 
 
 @pytest.mark.parametrize("num_free", [0, 1])
-async def test_a_batch_that_must_stop_takes_no_slot(num_free: int) -> None:
+async def test_a_stopping_batch_takes_no_slot(num_free: int) -> None:
     """Also when a slot comes free at the moment in which the batch is cancelled."""
     slots = FairSlots(1)
     if not num_free:

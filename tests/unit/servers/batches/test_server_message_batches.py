@@ -69,7 +69,7 @@ def ended(client: anthropic.Anthropic, batch: MessageBatch) -> MessageBatch:
     return client.messages.batches.retrieve(batch.id)
 
 
-def test_a_batch_from_its_creation_to_its_deletion(
+def test_a_message_batch_is_created_polled_and_deleted(
     client: anthropic.Anthropic, backend: StoppingBackend, server: LiveServer, storage: Path
 ) -> None:
     batches = client.messages.batches
@@ -99,7 +99,7 @@ def test_a_batch_from_its_creation_to_its_deletion(
     assert len(list((storage / "files").iterdir())) == 1
 
 
-def test_the_files_of_a_batch_are_not_its_owners_input(
+def test_the_input_of_a_message_batch_is_not_listed_as_a_file(
     client: anthropic.Anthropic, server: LiveServer
 ) -> None:
     ended(client, client.messages.batches.create(requests=[request("a")]))
@@ -108,7 +108,7 @@ def test_the_files_of_a_batch_are_not_its_owners_input(
     assert httpx.get(f"{server.url}/v1/batches").json()["data"] == []
 
 
-def test_pages_go_both_ways(client: anthropic.Anthropic) -> None:
+def test_message_batches_are_listed_in_pages_both_ways(client: anthropic.Anthropic) -> None:
     batches = client.messages.batches
     made = [batches.create(requests=[request("a")]).id for _ in range(5)][::-1]
     assert [each.id for each in batches.list(limit=2)] == made
@@ -120,7 +120,7 @@ def test_pages_go_both_ways(client: anthropic.Anthropic) -> None:
         ended(client, batches.retrieve(batch_id))
 
 
-def test_a_cancelled_batch_says_what_was_not_answered(
+def test_a_cancelled_message_batch_lists_its_unanswered_requests(
     client: anthropic.Anthropic, backend: StoppingBackend
 ) -> None:
     batches = client.messages.batches
@@ -153,7 +153,7 @@ def test_a_cancelled_batch_says_what_was_not_answered(
         ([{"custom_id": "a"}], "params"),
     ],
 )
-def test_what_is_wrong_with_a_batch_is_said_at_once(
+def test_an_invalid_message_batch_is_refused_at_creation(
     client: anthropic.Anthropic, requests: list[Any], said: str
 ) -> None:
     with pytest.raises(anthropic.BadRequestError, match=said) as raised:
@@ -162,7 +162,7 @@ def test_what_is_wrong_with_a_batch_is_said_at_once(
     assert client.messages.batches.list().data == []
 
 
-def test_a_restarted_server_goes_on(tmp_path: Path) -> None:
+def test_a_message_batch_continues_after_a_restart(tmp_path: Path) -> None:
     backend = StoppingBackend()
     backend.num_answers = 2
     with live_server(backend, storage={"path": tmp_path}) as server, client_of(server) as client:

@@ -38,7 +38,7 @@ def on_disk(tmp_path: Path) -> list[str]:
     return sorted(path.name for path in (tmp_path / "files").iterdir())
 
 
-def test_a_file_goes_in_and_comes_out(client: openai.OpenAI, tmp_path: Path) -> None:
+def test_a_file_is_uploaded_and_downloaded(client: openai.OpenAI, tmp_path: Path) -> None:
     content = b'{"custom_id": "\xc3\xa9"}\n' * 50_000  # more than one piece each way
     file = upload(client, content, "résumé.jsonl")
     assert (file.object, file.purpose, file.bytes) == ("file", "batch", len(content))
@@ -59,7 +59,7 @@ def test_a_file_goes_in_and_comes_out(client: openai.OpenAI, tmp_path: Path) -> 
             call(file.id)
 
 
-def test_pages(client: openai.OpenAI) -> None:
+def test_files_are_listed_in_pages(client: openai.OpenAI) -> None:
     ids = [upload(client).id for _ in range(5)]
     assert [each.id for each in client.files.list()] == ids[::-1]
     first = client.files.list(limit=2, order="asc")
@@ -76,13 +76,15 @@ def test_pages(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("purpose", ["assistants", "vision", "user_data", "evals"])
-def test_other_purposes_are_refused_by_name(client: openai.OpenAI, purpose: Any) -> None:
+def test_unsupported_file_purposes_are_refused_by_name(client: openai.OpenAI, purpose: Any) -> None:
     with pytest.raises(openai.BadRequestError, match=purpose) as caught:
         client.files.create(file=b"{}\n", purpose=purpose)
     assert caught.value.param == "purpose"
 
 
-def test_expiry(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_files_expire_after_the_given_seconds(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     file = upload(client, expires_after={"anchor": "created_at", "seconds": 3600})
     assert file.expires_at == file.created_at + 3600
     for wrong in (
@@ -100,7 +102,7 @@ def test_expiry(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, tmp_path
     assert list(client.files.list()) == []
 
 
-def test_a_life_beyond_the_limit_is_lowered_with_a_warning(tmp_path: Path) -> None:
+def test_an_expiry_beyond_the_limit_is_lowered_with_a_warning(tmp_path: Path) -> None:
     with live_server(storage={"path": tmp_path, "file_ttl_s": 7200}) as server:
         form = {
             "purpose": "batch",
@@ -113,7 +115,7 @@ def test_a_life_beyond_the_limit_is_lowered_with_a_warning(tmp_path: Path) -> No
         assert "expires_after" in answer.headers["x-engine-warnings"]
 
 
-def test_the_sweep_removes_what_expired_and_what_nobody_owns(tmp_path: Path) -> None:
+def test_the_sweep_removes_expired_and_orphaned_files(tmp_path: Path) -> None:
     with live_server(storage={"path": tmp_path}) as server:
         url = f"{server.url}/v1/files"
         send = {"data": {"purpose": "batch"}, "files": {"file": b"{}"}}
@@ -128,7 +130,9 @@ def test_the_sweep_removes_what_expired_and_what_nobody_owns(tmp_path: Path) -> 
         wait_until(lambda: on_disk(tmp_path) == sorted([young, arriving.name]))
 
 
-def test_a_full_storage_refuses_and_keeps_nothing(client: openai.OpenAI, tmp_path: Path) -> None:
+def test_a_full_storage_refuses_uploads_and_keeps_nothing(
+    client: openai.OpenAI, tmp_path: Path
+) -> None:
     kept = upload(client, b"x" * MEGABYTE)
     with pytest.raises(openai.APIStatusError, match=r"storage.max_size_mb") as caught:
         upload(client, b"x" * (MEGABYTE + 1))
@@ -139,7 +143,7 @@ def test_a_full_storage_refuses_and_keeps_nothing(client: openai.OpenAI, tmp_pat
     upload(client, b"x" * (MEGABYTE + 1))
 
 
-def test_small_files_are_charged_for_too(client: openai.OpenAI) -> None:
+def test_small_files_are_charged_a_minimum_size(client: openai.OpenAI) -> None:
     upload(client, b"x" * (2 * MEGABYTE - 2 * store.MIN_CHARGE_BYTES))
     upload(client)
     upload(client)
@@ -162,7 +166,7 @@ def test_a_full_disk_is_507_and_leaves_nothing(client: openai.OpenAI, tmp_path: 
     assert upload(client, b"x" * MEGABYTE).bytes == MEGABYTE
 
 
-def test_a_failing_database_leaves_no_bytes(
+def test_a_failing_database_leaves_no_file(
     client: openai.OpenAI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:
@@ -176,7 +180,7 @@ def test_a_failing_database_leaves_no_bytes(
     assert len(on_disk(tmp_path)) == 1
 
 
-def test_a_server_that_stores_nothing_writes_nothing(tmp_path: Path) -> None:
+def test_a_server_without_stored_objects_writes_nothing(tmp_path: Path) -> None:
     with live_server(storage={"path": tmp_path / "none"}):
         pass
     assert list(tmp_path.iterdir()) == []

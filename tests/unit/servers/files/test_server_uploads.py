@@ -43,7 +43,7 @@ def on_disk(tmp_path: Path) -> list[str]:
     return sorted(path.name for path in (tmp_path / "files").iterdir())
 
 
-def test_parts_become_one_file(client: openai.OpenAI, tmp_path: Path) -> None:
+def test_uploaded_parts_become_one_file(client: openai.OpenAI, tmp_path: Path) -> None:
     digest = hashlib.md5(CONTENT, usedforsecurity=False).hexdigest()
     upload = client.uploads.upload_file_chunked(
         file=CONTENT,
@@ -67,7 +67,9 @@ def test_parts_become_one_file(client: openai.OpenAI, tmp_path: Path) -> None:
     assert batch.input_file_id == file.id
 
 
-def test_the_order_is_the_clients_and_a_lost_part_is_left_out(client: openai.OpenAI) -> None:
+def test_parts_are_joined_in_the_clients_order_and_unlisted_ones_dropped(
+    client: openai.OpenAI,
+) -> None:
     upload_id = begin(client, 6)
     last, lost, first = (send(client, upload_id, each) for each in (b"def", b"xxx", b"abc"))
     assert list(client.files.list()) == []  # a part is no file yet
@@ -78,7 +80,7 @@ def test_the_order_is_the_clients_and_a_lost_part_is_left_out(client: openai.Ope
     assert client.files.content(file.id).content == b"abcdef"
 
 
-def test_what_is_wrong_leaves_the_upload_pending(client: openai.OpenAI) -> None:
+def test_a_failed_completion_leaves_the_upload_pending(client: openai.OpenAI) -> None:
     upload_id, other_id = begin(client), begin(client)
     part, other = send(client, upload_id), send(client, other_id)
     half = send(client, upload_id, CONTENT[:-1])
@@ -115,7 +117,7 @@ def test_a_cancelled_upload_keeps_nothing(client: openai.OpenAI, tmp_path: Path)
         client.uploads.cancel("upload_unknown")
 
 
-def test_parts_count_towards_the_storage_limit_once(client: openai.OpenAI) -> None:
+def test_parts_count_once_towards_the_storage_limit(client: openai.OpenAI) -> None:
     num_bytes = 3 * MEGABYTE // 2
     upload_id = begin(client, num_bytes)
     part = send(client, upload_id, b"x" * num_bytes)
@@ -127,7 +129,9 @@ def test_parts_count_towards_the_storage_limit_once(client: openai.OpenAI) -> No
         client.files.create(file=b"x" * MEGABYTE, purpose="batch")
 
 
-def test_limits(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uploads_parts_and_part_sizes_are_limited(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(uploads, "MAX_OPEN_UPLOADS", 2)
     monkeypatch.setattr(uploads, "MAX_PARTS", 2)
     monkeypatch.setattr(uploads, "MAX_PART_BYTES", 10)

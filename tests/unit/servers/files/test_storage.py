@@ -41,14 +41,16 @@ def read(connection: sqlite3.Connection) -> list[str]:
     return [row["text"] for row in connection.execute("SELECT text FROM notes")]
 
 
-async def test_nothing_is_written_before_the_first_use(database: Database, path: Path) -> None:
+async def test_the_database_is_created_privately_at_the_first_write(
+    database: Database, path: Path
+) -> None:
     assert not path.parent.exists()
     await database.run(lambda connection: add("one", connection))
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
 
 
-async def test_a_later_run_of_the_server_reads_it(database: Database, path: Path) -> None:
+async def test_the_database_survives_a_restart(database: Database, path: Path) -> None:
     await database.run(lambda connection: add("one", connection))
     await database.close()
     later = Database(path, SCHEMA)
@@ -58,7 +60,7 @@ async def test_a_later_run_of_the_server_reads_it(database: Database, path: Path
 
 
 @pytest.mark.parametrize("error", [InvalidRequestError("no"), sqlite3.OperationalError("disk")])
-async def test_work_happens_as_a_whole_or_not_at_all(database: Database, error: Exception) -> None:
+async def test_database_transactions_are_atomic(database: Database, error: Exception) -> None:
     def work(connection: sqlite3.Connection) -> None:
         add("half", connection)
         raise error
@@ -68,7 +70,7 @@ async def test_work_happens_as_a_whole_or_not_at_all(database: Database, error: 
     assert await database.run(read) == []
 
 
-async def test_two_servers_may_share_a_file(database: Database, path: Path) -> None:
+async def test_two_servers_can_share_a_database_file(database: Database, path: Path) -> None:
     other = Database(path, SCHEMA)
     await other.run(lambda connection: add("theirs", connection))
     await database.run(lambda connection: add("ours", connection))
@@ -77,7 +79,7 @@ async def test_two_servers_may_share_a_file(database: Database, path: Path) -> N
 
 
 @pytest.mark.parametrize("content", [b"not a database at all" * 100, b"SQLite format 3\0" * 400])
-async def test_a_damaged_file_is_moved_aside(
+async def test_a_damaged_database_is_moved_aside(
     database: Database, path: Path, content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     path.parent.mkdir()
@@ -91,7 +93,9 @@ async def test_a_damaged_file_is_moved_aside(
     assert await database.run(read) == ["new"]
 
 
-async def test_damage_that_is_found_while_running(database: Database, path: Path) -> None:
+async def test_a_database_found_damaged_while_running_is_replaced(
+    database: Database, path: Path
+) -> None:
     await database.run(lambda connection: add("x" * 100_000, connection))
     await database.close()
     content = bytearray(path.read_bytes())
@@ -105,7 +109,7 @@ async def test_damage_that_is_found_while_running(database: Database, path: Path
     await again.close()
 
 
-async def test_a_disk_that_fails_is_a_503_and_may_recover(
+async def test_a_failing_disk_is_503_and_may_recover(
     database: Database, path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path.parent.parent.joinpath("storage").write_text("a file where the directory should be")
@@ -120,7 +124,7 @@ async def test_a_disk_that_fails_is_a_503_and_may_recover(
 
 
 @pytest.mark.parametrize("is_replaced", [False, True])
-async def test_a_file_that_is_taken_away_is_begun_anew(
+async def test_a_removed_database_file_is_recreated(
     database: Database, path: Path, is_replaced: bool
 ) -> None:
     await database.run(lambda connection: add("lost", connection))
@@ -136,7 +140,7 @@ async def test_a_file_that_is_taken_away_is_begun_anew(
     await again.close()
 
 
-async def test_uploads_that_arrive_together_share_the_room(tmp_path: Path) -> None:
+async def test_concurrent_uploads_share_the_storage_limit(tmp_path: Path) -> None:
     database = Database(tmp_path / "files.db", file_store.SCHEMA)
     files = FileStore(tmp_path, database, max_bytes=1000)
     async with files.upload("") as one, files.upload("") as two:
@@ -148,7 +152,7 @@ async def test_uploads_that_arrive_together_share_the_room(tmp_path: Path) -> No
     await database.close()
 
 
-async def test_a_file_that_a_batch_reads_stays(tmp_path: Path) -> None:
+async def test_a_file_in_use_by_a_batch_cannot_be_deleted(tmp_path: Path) -> None:
     database = Database(tmp_path / "files.db", file_store.SCHEMA)
     files = FileStore(tmp_path, database, max_bytes=2**20)
     async with files.upload("alice") as upload:

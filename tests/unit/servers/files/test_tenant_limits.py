@@ -102,7 +102,7 @@ def stored_at(kind: Make, made: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("kind", [file, conversation, response, stored_chat, submission])
-async def test_one_tenants_objects_never_displace_anothers(
+async def test_objects_of_one_tenant_never_displace_anothers(
     clients: list[httpx.AsyncClient], kind: Make
 ) -> None:
     a, b = clients
@@ -120,7 +120,7 @@ async def test_one_tenants_objects_never_displace_anothers(
 
 
 @pytest.mark.parametrize("kind", [upload])
-async def test_the_number_of_open_ones_is_limited_for_each_tenant(
+async def test_unfinished_uploads_are_limited_per_tenant(
     clients: list[httpx.AsyncClient], kind: Make
 ) -> None:
     a, b = clients
@@ -131,7 +131,7 @@ async def test_the_number_of_open_ones_is_limited_for_each_tenant(
     assert (await kind(b)).status_code == 200
 
 
-async def test_batches_are_limited_for_each_tenant(clients: list[httpx.AsyncClient]) -> None:
+async def test_batches_are_limited_per_tenant(clients: list[httpx.AsyncClient]) -> None:
     a, b = clients
 
     async def batch(client: httpx.AsyncClient) -> httpx.Response:
@@ -149,7 +149,7 @@ async def test_batches_are_limited_for_each_tenant(clients: list[httpx.AsyncClie
     assert (await b.get(f"/v1/batches/{kept.json()['id']}")).status_code == 200
 
 
-async def test_the_number_of_files_is_limited_for_each_tenant(
+async def test_files_are_limited_per_tenant(
     clients: list[httpx.AsyncClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sizes of all files are added up, so small ones must not be too many."""
@@ -164,7 +164,7 @@ async def test_the_number_of_files_is_limited_for_each_tenant(
     assert (await file(b)).status_code == 200
 
 
-async def test_uploads_that_have_ended_are_forgotten(
+async def test_finished_uploads_are_forgotten(
     clients: list[httpx.AsyncClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(uploads, "MAX_KEPT_UPLOADS", 2)

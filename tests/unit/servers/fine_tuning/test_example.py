@@ -27,7 +27,7 @@ def run_example(server: LiveServer, monkeypatch: pytest.MonkeyPatch, *options: s
     example.main()
 
 
-def test_the_example_trains_facts_and_preferences(
+def test_the_fine_tuning_example_trains_and_evaluates(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The jobs train on the files of the example, which are checked as others are."""
@@ -52,7 +52,7 @@ def start_and_succeed(self: ScriptedTrainer, folder: JobFolder) -> None:
     self.succeed()
 
 
-def test_the_result_file_of_a_preference_job() -> None:
+def test_a_preference_job_writes_a_result_file() -> None:
     events = [
         TrainingEvent(kind="metrics", step=1, loss=0.7, accuracy=0.5, margin=0.0),
         TrainingEvent(kind="metrics", step=1, loss=0.6, accuracy=1.0, margin=0.2),

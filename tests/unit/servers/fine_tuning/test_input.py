@@ -44,7 +44,7 @@ PAIR = {
         (LINES, {"method": {"type": "reinforcement"}}, "method.type", "supervised"),
     ],
 )
-def test_bad_input_is_refused_in_a_sentence(
+def test_invalid_fine_tuning_requests_are_refused_with_an_explanation(
     client: openai.OpenAI, server: LiveServer, lines: Any, fields: Any, param: str, said: str
 ) -> None:
     given = {"training_file": upload(client, lines)} | fields

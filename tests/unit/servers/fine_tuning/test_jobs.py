@@ -29,7 +29,9 @@ from tests.support.files.lora_files import peft_folder
 from tests.support.servers.live_server import LiveServer, chat, events_of, live_server, wait_until
 
 
-def test_a_job_from_its_files_to_its_model(client: openai.OpenAI, server: LiveServer) -> None:
+def test_a_fine_tuning_job_runs_from_files_to_a_served_model(
+    client: openai.OpenAI, server: LiveServer
+) -> None:
     validation = upload(client, LINES[:2], "check.jsonl")
     job = create(client, validation_file=validation, suffix="own", seed=5, metadata={"for": "us"})
     assert (job.object, job.seed, job.metadata) == ("fine_tuning.job", 5, {"for": "us"})
@@ -122,7 +124,9 @@ def test_events_are_streamed_until_the_job_ends(client: openai.OpenAI, server: L
     assert [each["data"]["step"] for each in found[:-1] if each["type"] == "metrics"] == [1]
 
 
-def test_jobs_wait_for_each_other_and_stop_when_told(client: openai.OpenAI) -> None:
+def test_jobs_run_one_at_a_time_and_can_be_paused_resumed_and_cancelled(
+    client: openai.OpenAI,
+) -> None:
     first, second = create(client), create(client)
     trainer = trainer_of(first)
     assert client.fine_tuning.jobs.retrieve(second.id).status == "queued"
@@ -145,7 +149,7 @@ def test_jobs_wait_for_each_other_and_stop_when_told(client: openai.OpenAI) -> N
     wait_until(lambda: not again.folder.path.exists())
 
 
-def test_a_job_that_is_resumed_at_once_runs_on(
+def test_a_job_resumed_at_once_keeps_running(
     client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = create(client)
@@ -161,7 +165,7 @@ def test_a_job_that_is_resumed_at_once_runs_on(
     wait_for(client, job, "succeeded")
 
 
-def test_training_is_held_while_requests_are_open(
+def test_training_is_paused_while_requests_are_open(
     client: openai.OpenAI, server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hold, "SLICE_EVERY_S", 0.1)
@@ -179,7 +183,7 @@ def test_training_is_held_while_requests_are_open(
     wait_until(lambda: trainer.asked[-1] == "go_on" and metric(server, "held") == 0)
 
 
-def test_a_dead_trainer_is_replaced_until_it_makes_no_progress(client: openai.OpenAI) -> None:
+def test_a_dead_trainer_is_restarted_as_long_as_it_makes_progress(client: openai.OpenAI) -> None:
     job = create(client)
     for number, step in enumerate((1, 2, 2, 1)):  # steps after a checkpoint are repeated
         trainer = trainer_of(job, number)
@@ -196,7 +200,7 @@ def test_a_dead_trainer_is_replaced_until_it_makes_no_progress(client: openai.Op
     assert len(STARTED) == 4
 
 
-def test_notices_of_the_trainer_are_events(client: openai.OpenAI) -> None:
+def test_warnings_of_the_trainer_become_events(client: openai.OpenAI) -> None:
     job = create(client)
     trainer = trainer_of(job)
     trainer.tell("notice", message="3 examples were cut.")
@@ -227,7 +231,7 @@ def test_a_job_waits_while_the_storage_fails(
     assert 1 in steps  # the step that could not be recorded
 
 
-def test_a_failure_of_the_trainer_is_the_jobs_error(client: openai.OpenAI) -> None:
+def test_an_error_of_the_trainer_is_the_jobs_error(client: openai.OpenAI) -> None:
     job = create(client)
     trainer = trainer_of(job)
     trainer.tell("failed", message="the loss of step 1 is not finite")
@@ -235,7 +239,9 @@ def test_a_failure_of_the_trainer_is_the_jobs_error(client: openai.OpenAI) -> No
     assert wait_for(client, job, "failed").error.message == "the loss of step 1 is not finite"
 
 
-def test_an_adapter_that_is_not_served_is_kept(client: openai.OpenAI, server: LiveServer) -> None:
+def test_an_adapter_that_cannot_be_served_is_kept(
+    client: openai.OpenAI, server: LiveServer
+) -> None:
     server.backend.refuses_adapters = True
     job = create(client)
     trainer_of(job).succeed()
@@ -266,7 +272,7 @@ def test_a_job_continues_after_the_server_was_killed(tmp_path: Path) -> None:
         assert "Training continues from the last checkpoint." in [each.message for each in events]
 
 
-def test_an_adapter_that_a_killed_server_did_not_export_is_served(tmp_path: Path) -> None:
+def test_an_adapter_not_exported_by_a_killed_server_is_served_later(tmp_path: Path) -> None:
     with live_server(TunedBackend(), storage={"path": tmp_path}) as server:
         job = create(client_of(server))
         trainer = trainer_of(job)
@@ -279,7 +285,7 @@ def test_an_adapter_that_a_killed_server_did_not_export_is_served(tmp_path: Path
         assert [trainer] == STARTED, "it was trained again"
 
 
-def test_a_key_trains_only_models_that_it_may_use(tmp_path: Path) -> None:
+def test_a_key_can_fine_tune_only_models_it_may_use(tmp_path: Path) -> None:
     keys = tmp_path / "keys.json"
     limited, _ = add_key(keys, "limited", models=["other"])
     free, _ = add_key(keys, "free")

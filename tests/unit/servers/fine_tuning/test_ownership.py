@@ -79,7 +79,7 @@ def is_usable(server: LiveServer, key: str, model: str) -> bool:
     return True
 
 
-def test_a_model_is_for_the_tenant_that_trained_it(
+def test_a_fine_tuned_model_is_usable_only_by_its_tenant(
     server: LiveServer, keys: dict[str, str]
 ) -> None:
     model = trained(server, keys["owner"])
@@ -88,7 +88,7 @@ def test_a_model_is_for_the_tenant_that_trained_it(
     assert is_usable(server, ADMIN, model)
 
 
-def test_only_its_tenant_and_the_administrator_delete_a_model(
+def test_only_the_owner_and_the_admin_can_delete_a_fine_tuned_model(
     server: LiveServer, keys: dict[str, str], backend: TunedBackend
 ) -> None:
     first, second = (trained(server, keys["owner"]) for _ in range(2))
@@ -104,7 +104,7 @@ def test_only_its_tenant_and_the_administrator_delete_a_model(
     assert not kept_adapters()
 
 
-def test_the_owner_is_known_after_a_restart(
+def test_the_owner_of_a_fine_tuned_model_is_known_after_a_restart(
     server: LiveServer, keys: dict[str, str], backend: TunedBackend
 ) -> None:
     model = trained(server, keys["owner"])
@@ -115,7 +115,7 @@ def test_the_owner_is_known_after_a_restart(
     assert not is_usable(server, keys["stranger"], model)
 
 
-def test_a_shared_adapter_is_not_its_users_to_delete(
+def test_users_cannot_delete_a_shared_adapter(
     server: LiveServer, keys: dict[str, str], backend: TunedBackend
 ) -> None:
     asyncio.run(backend.load_adapter("shared", "/adapters/shared"))
@@ -124,7 +124,7 @@ def test_a_shared_adapter_is_not_its_users_to_delete(
     assert is_usable(server, keys["stranger"], "shared")
 
 
-def test_a_job_ends_if_its_key_is_gone_when_its_turn_comes(
+def test_a_queued_job_ends_if_its_key_was_removed(
     server: LiveServer, keys: dict[str, str], tmp_path: Path
 ) -> None:
     first = create(client_of(server, keys["owner"]))
@@ -139,7 +139,7 @@ def test_a_job_ends_if_its_key_is_gone_when_its_turn_comes(
     assert "API key that made this job was removed" in job.error.message
 
 
-def test_files_that_are_slow_to_check_do_not_stop_other_tenants(
+def test_slow_file_checks_do_not_block_other_tenants(
     server: LiveServer, keys: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner, stranger = (client_of(server, keys[name]) for name in ("owner", "stranger"))
@@ -170,7 +170,7 @@ def test_files_that_are_slow_to_check_do_not_stop_other_tenants(
         owner.fine_tuning.jobs.cancel(job.id)
 
 
-def test_only_the_last_jobs_of_a_tenant_are_kept(
+def test_only_the_latest_jobs_of_a_tenant_are_kept(
     server: LiveServer, keys: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store, "MAX_KEPT_JOBS", 3)

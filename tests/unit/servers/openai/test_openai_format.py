@@ -53,7 +53,7 @@ def chunks(text: bytes) -> list[Any]:
     return [json.loads(each.removeprefix("data: ")) for each in text.decode().split("\n\n") if each]
 
 
-def test_bytes_are_the_tokens_own() -> None:
+def test_logprob_bytes_are_those_of_each_token() -> None:
     event = TextEvent(0, "é", 2, HALVES)
     entries = whole([event])["choices"][0]["logprobs"]["content"]
     assert [each["bytes"] for each in entries] == [[0xC3], [0xA9]]
@@ -61,7 +61,7 @@ def test_bytes_are_the_tokens_own() -> None:
     assert chunk["choices"][0]["logprobs"]["content"] == entries
 
 
-def test_usage_tells_what_became_of_a_prediction() -> None:
+def test_usage_reports_accepted_and_rejected_prediction_tokens() -> None:
     assert usage_body(USAGE)["completion_tokens_details"] == {"reasoning_tokens": 2}
     predicted = msgspec.structs.replace(USAGE, num_drafted=9, num_accepted=6, has_prediction=True)
     details = usage_body(predicted)["completion_tokens_details"]
@@ -71,7 +71,7 @@ def test_usage_tells_what_became_of_a_prediction() -> None:
     assert "draft_n" not in timings(USAGE)
 
 
-def test_offsets_count_characters_of_each_choice_by_itself() -> None:
+def test_text_offsets_count_characters_per_choice() -> None:
     tokens = tuple(TokenText(text, text.encode(), -1.0) for text in ("é", "—x", "y"))
     assert legacy_logprobs(tokens, 4)["text_offset"] == [4, 5, 7]
     stream = CompletionStream(ENVELOPE, 2, False)
@@ -83,7 +83,7 @@ def test_offsets_count_characters_of_each_choice_by_itself() -> None:
     assert offsets == [(0, [0]), (1, [0]), (0, [2]), (1, [1])]
 
 
-def test_offsets_of_tokens_without_text_and_of_parts_of_a_character() -> None:
+def test_text_offsets_of_empty_and_partial_character_tokens() -> None:
     texts = [b"<s>", b"a", *(bytes([byte]) for byte in "—".encode()), b"b"]
     tokens = [TokenText(each.decode(errors="replace"), each, -1.0) for each in texts]
     tokens[0] = TokenText("<s>", b"<s>", -1.0, in_text=False)
@@ -92,7 +92,7 @@ def test_offsets_of_tokens_without_text_and_of_parts_of_a_character() -> None:
     assert legacy_logprobs(tokens, 0)["text_offset"] == [0, 0, 1, 1, 1, 2, 3, 9]
 
 
-def test_what_stopped_a_choice_is_told() -> None:
+def test_stop_reason_is_the_matched_string_or_token() -> None:
     events = [FinishEvent(0, "stop", "END"), FinishEvent(1, "stop", 17), FinishEvent(2, "length")]
     expected = [("stop", "END"), ("stop", 17), ("length", None)]
     collected = Collected(3)
@@ -112,7 +112,7 @@ def test_what_stopped_a_choice_is_told() -> None:
         assert told == expected
 
 
-def test_calls_are_in_the_order_of_their_numbers() -> None:
+def test_tool_calls_are_ordered_by_index() -> None:
     events = [
         ToolCallEvent(0, 1, "{}", "b", "second"),
         ToolCallEvent(0, 0, "{}", "a", "first"),
@@ -122,7 +122,7 @@ def test_calls_are_in_the_order_of_their_numbers() -> None:
     assert [each["id"] for each in message["tool_calls"]] == ["a", "b"]
 
 
-def test_a_page_that_ends_with_the_last_item_has_no_more() -> None:
+def test_has_more_is_false_on_the_last_page() -> None:
     items = [{"id": each} for each in "abc"]
     for limit, has_more, last in ((2, True, "b"), (3, False, "c"), (4, False, "c")):
         body = list_body(items, limit)
@@ -130,7 +130,7 @@ def test_a_page_that_ends_with_the_last_item_has_no_more() -> None:
     assert list_body([], 2)["last_id"] is None
 
 
-def test_a_line_costs_what_its_answer_says_in_either_words() -> None:
+def test_the_usage_of_a_batch_line_is_read_in_either_apis_names() -> None:
     expected = LineUsage(input_tokens=7, cached_tokens=3, output_tokens=5, reasoning_tokens=2)
     for usage in (usage_body(USAGE), responses_usage(USAGE)):
         body = msgspec.json.encode({"usage": usage})

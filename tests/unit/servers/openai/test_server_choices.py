@@ -30,7 +30,9 @@ def _paths_with_choices() -> list[str]:
 
 @pytest.mark.parametrize("name", ["n", "n_cmpl"])
 @pytest.mark.parametrize("path", _paths_with_choices())
-async def test_several_choices_are_all_answered_or_refused(path: str, name: str) -> None:
+async def test_requests_for_several_choices_are_answered_or_refused_completely(
+    path: str, name: str
+) -> None:
     target = path.replace("{name}", MODEL).replace("{deployment}", MODEL)
     body = BODIES[path] | {name: 2, "stream": False}
     transport = httpx.ASGITransport(app=APP)

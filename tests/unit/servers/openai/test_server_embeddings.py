@@ -56,7 +56,7 @@ def vectors(response: httpx.Response) -> np.ndarray:
     return np.array([item["embedding"] for item in response.json()["data"]], np.float32)
 
 
-def test_forms_of_input_order_and_usage(server: LiveServer) -> None:
+def test_embedding_inputs_keep_order_and_count_usage(server: LiveServer) -> None:
     many = post(server, input=["one word", "two words more", "x"])
     body = many.json()
     assert body["object"] == "list" and body["model"] == MODEL
@@ -77,7 +77,7 @@ def test_base64_is_little_endian_float32(server: LiveServer) -> None:
     assert np.array_equal(np.frombuffer(base64.b64decode(packed), "<f4"), plain)
 
 
-def test_fewer_dimensions_are_cut_scaled_and_told(server: LiveServer) -> None:
+def test_dimensions_are_truncated_rescaled_and_warned_about(server: LiveServer) -> None:
     whole = vectors(post(server, input="text"))[0]
     short = post(server, input="text", dimensions=3)
     expected = whole[:3] / np.linalg.norm(whole[:3])
@@ -98,7 +98,7 @@ def test_a_strict_server_emulates_nothing() -> None:
         assert post(server, input="text").json()["error"]["param"] == "model"
 
 
-def test_vectors_of_a_model_that_writes_come_with_a_warning(server: LiveServer) -> None:
+def test_embeddings_of_a_generation_model_come_with_a_warning(server: LiveServer) -> None:
     server.backend.set_card(emulated=("embeddings",))
     assert "pooled" in post(server, input="text").headers["x-engine-warnings"]
     server.backend.set_card(capabilities=("completions",))
@@ -127,14 +127,16 @@ def test_vectors_of_a_model_that_writes_come_with_a_warning(server: LiveServer) 
         ("input_type", {"input": "x", "input_type": "query"}),
     ],
 )
-def test_mistakes_are_named(server: LiveServer, param: str, body: dict[str, object]) -> None:
+def test_invalid_embedding_requests_are_refused_by_name(
+    server: LiveServer, param: str, body: dict[str, object]
+) -> None:
     refused = post(server, **body)
     assert refused.status_code == 400, refused.text
     assert refused.json()["error"]["param"] == param
     assert not server.backend.embed_requests
 
 
-def test_refused_ids_come_with_advice(server: LiveServer) -> None:
+def test_embedding_ids_beyond_the_vocabulary_are_refused_with_advice(server: LiveServer) -> None:
     server.backend.refusal = InvalidRequestError("91 is not a token id.", param="input")
     refused = post(server, input=[91]).json()["error"]
     assert refused["message"].startswith("91 is not a token id.") and refused["param"] == "input"
@@ -144,14 +146,14 @@ def test_refused_ids_come_with_advice(server: LiveServer) -> None:
     assert "tiktoken" not in post(server, input=[91]).text
 
 
-def test_what_travels_with_a_request(server: LiveServer) -> None:
+def test_embedding_options_reach_the_backend(server: LiveServer) -> None:
     post(server, input="x", truncate_prompt_tokens=-1, priority=3, user="someone")
     (asked,) = server.backend.embed_requests
     assert (asked.truncate_prompt_tokens, asked.priority) == (-1, 3)
     assert asked.timeout_s is not None
 
 
-def test_refusals_and_answers_are_counted_and_admission_is_given_back(server: LiveServer) -> None:
+def test_embedding_requests_are_counted_and_release_admission(server: LiveServer) -> None:
     def count(outcome: str) -> float:
         rows = httpx.get(f"{server.url}/metrics").text.splitlines()
         (row,) = [r for r in rows if r.startswith("engine_requests_total{") and outcome in r]
@@ -166,7 +168,7 @@ def test_refusals_and_answers_are_counted_and_admission_is_given_back(server: Li
     assert (count("ok"), count("refused")) == (before[0] + 1, before[1] + 1)
 
 
-def test_a_client_that_leaves_ends_the_work(server: LiveServer) -> None:
+def test_a_client_disconnect_aborts_embedding(server: LiveServer) -> None:
     with server.connect() as connection:
         server.post_raw(connection, "/v1/embeddings", {"model": MODEL, "input": "hang"})
         wait_until(lambda: server.backend.num_open == 1)
@@ -175,7 +177,7 @@ def test_a_client_that_leaves_ends_the_work(server: LiveServer) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/rerank", "/rerank"])
-def test_rerank_orders_by_likeness(server: LiveServer, path: str) -> None:
+def test_rerank_orders_documents_by_relevance(server: LiveServer, path: str) -> None:
     documents = ["car", {"text": "kitten"}, "kettle", "cat"]
     body = post(server, path, query="cat", documents=documents).json()
     assert [result["index"] for result in body["results"]] == [3, 1, 0, 2], "equals keep order"
@@ -186,7 +188,7 @@ def test_rerank_orders_by_likeness(server: LiveServer, path: str) -> None:
     assert body["usage"] == {"prompt_tokens": 5, "total_tokens": 5}
 
 
-def test_rerank_top_n_and_documents_left_out(server: LiveServer) -> None:
+def test_rerank_supports_top_n_and_return_documents(server: LiveServer) -> None:
     body = post(
         server,
         "/v1/rerank",
@@ -199,7 +201,7 @@ def test_rerank_top_n_and_documents_left_out(server: LiveServer) -> None:
     assert all("document" not in result for result in body["results"])
 
 
-def test_score_pairs_texts(server: LiveServer) -> None:
+def test_score_compares_text_1_with_each_text_2(server: LiveServer) -> None:
     one = post(server, "/v1/score", text_1="cat", text_2=["cat", "car"]).json()
     assert one["object"] == "list" and one["model"] == MODEL
     assert [item["index"] for item in one["data"]] == [0, 1]
@@ -222,7 +224,7 @@ def test_score_pairs_texts(server: LiveServer) -> None:
         ("/v1/score", "text_1[0]", {"text_1": [""], "text_2": "x"}),
     ],
 )
-def test_mistakes_of_comparisons_are_named(
+def test_invalid_rerank_and_score_requests_are_named(
     server: LiveServer, path: str, param: str, body: dict[str, object]
 ) -> None:
     refused = post(server, path, **body)
@@ -237,7 +239,7 @@ def test_mistakes_of_comparisons_are_named(
         ("/v1/score", {"text_1": "cat", "text_2": "car"}),
     ],
 )
-def test_only_a_model_trained_to_compare_is_asked(
+def test_score_and_rerank_need_a_model_trained_for_them(
     server: LiveServer, path: str, body: dict[str, object]
 ) -> None:
     server.backend.set_card(capabilities=("embeddings",), emulated=("embeddings",))
@@ -286,7 +288,7 @@ def test_a_reranker_scores_pairs(reranker: LiveServer) -> None:
     assert post(reranker, input="cat").status_code == 400
 
 
-def test_the_error_of_a_pair_names_its_document(reranker: LiveServer) -> None:
+def test_an_error_in_a_rerank_pair_names_its_document(reranker: LiveServer) -> None:
     for documents, name in ((["a", "long"], "documents[1]"), (["long"], "documents[0]")):
         refused = post(reranker, "/v1/rerank", query="cat", documents=documents)
         error = refused.json()["error"]
@@ -304,7 +306,7 @@ class PromptedBackend(FakeBackend):
         return [msgspec.structs.replace(card, prompt_names=("passage", "query"))]
 
 
-def test_prompts_are_named_or_follow_from_the_field() -> None:
+def test_prompt_name_selects_an_embedding_prompt_and_rerank_has_its_own() -> None:
     backend = PromptedBackend()
     with live_server(backend) as server:
         assert post(server, input=["a", "b"], prompt_name="query").status_code == 200

@@ -47,7 +47,7 @@ def rate(request: Any) -> Any:
     return [TextEvent(0, json.dumps(scores), 9), FinishEvent(0, "stop")]
 
 
-def test_texts_are_rated_one_by_one(client: OpenAI, backend: FakeBackend) -> None:
+def test_moderation_rates_each_text_separately(client: OpenAI, backend: FakeBackend) -> None:
     answer = client.moderations.create(input=["violence 7", "hello", "self-harm/intent 4"])
     assert answer.model == MODEL
     violent, harmless, unclear = answer.results
@@ -73,7 +73,9 @@ def test_texts_are_rated_one_by_one(client: OpenAI, backend: FakeBackend) -> Non
             jsonschema.validate(wrong, schema)
 
 
-def test_parts_are_one_input(client: OpenAI, backend: FakeBackend) -> None:
+def test_text_parts_are_joined_to_one_moderation_input(
+    client: OpenAI, backend: FakeBackend
+) -> None:
     parts: Any = [
         {"type": "text", "text": "look"},
         {"type": "image_url", "image_url": {"url": PIXEL}},
@@ -87,7 +89,7 @@ def test_parts_are_one_input(client: OpenAI, backend: FakeBackend) -> None:
     assert len(backend.requests[-1].messages[-1]["images"]) == 1  # type: ignore[union-attr]
 
 
-def test_names_of_openais_models_are_answered_with_a_warning(client: OpenAI) -> None:
+def test_openais_moderation_model_names_are_accepted_with_a_warning(client: OpenAI) -> None:
     raw = client.moderations.with_raw_response.create(input="a", model="omni-moderation-latest")
     assert f"model: answered by {MODEL}" in raw.headers["x-engine-warnings"]
     raw = client.moderations.with_raw_response.create(input="a", model=MODEL)
@@ -108,18 +110,20 @@ def test_names_of_openais_models_are_answered_with_a_warning(client: OpenAI) -> 
         ([{"type": "image_url", "image_url": {"url": "x"}}], r"input\[0\].image_url"),
     ],
 )
-def test_what_is_refused(client: OpenAI, input: Any, match: str) -> None:
+def test_invalid_moderation_inputs_are_refused(client: OpenAI, input: Any, match: str) -> None:
     with pytest.raises(openai.BadRequestError, match=match):
         client.moderations.create(input=input)
 
 
-def test_an_answer_that_is_cut_off_is_an_error(client: OpenAI, backend: FakeBackend) -> None:
+def test_a_truncated_moderation_answer_is_an_error(client: OpenAI, backend: FakeBackend) -> None:
     backend.script = [TextEvent(0, '{"harassment": 1', 1), FinishEvent(0, "length")]
     with pytest.raises(openai.InternalServerError, match="cut off"):
         client.moderations.create(input="a")
 
 
-def test_without_a_model_it_says_what_to_configure(client: OpenAI, backend: FakeBackend) -> None:
+def test_moderation_without_a_capable_model_names_the_setting(
+    client: OpenAI, backend: FakeBackend
+) -> None:
     backend.set_card(capabilities=("completions", "chat"))
     with pytest.raises(openai.BadRequestError, match=r"change server.moderation_model"):
         client.moderations.create(input="a")

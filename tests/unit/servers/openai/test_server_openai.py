@@ -41,7 +41,7 @@ async def stream_chat(client: httpx.AsyncClient, **fields: Any) -> list[Any]:
     return events_of(response.text)
 
 
-async def test_whole_chat_answer(client: httpx.AsyncClient) -> None:
+async def test_chat_completion_body_has_openais_shape(client: httpx.AsyncClient) -> None:
     response = await client.post("/v1/chat/completions", json=chat(n=2))
     body = response.json()
     assert body["object"] == "chat.completion"
@@ -62,7 +62,9 @@ async def test_whole_chat_answer(client: httpx.AsyncClient) -> None:
     }
 
 
-async def test_stream_begins_with_roles_and_ends_with_reasons(client: httpx.AsyncClient) -> None:
+async def test_a_chat_stream_begins_with_roles_and_ends_with_finish_reasons(
+    client: httpx.AsyncClient,
+) -> None:
     *chunks, done = await stream_chat(client, n=2)
     assert done == "[DONE]"
     assert len({(c["id"], c["created"], c["model"], c["system_fingerprint"]) for c in chunks}) == 1
@@ -78,7 +80,7 @@ async def test_stream_begins_with_roles_and_ends_with_reasons(client: httpx.Asyn
         assert len(own) == 2 + 6  # one chunk per token
 
 
-async def test_a_burst_for_a_quick_client_is_one_chunk_per_token(
+async def test_tokens_of_a_burst_are_sent_as_separate_chunks(
     client: httpx.AsyncClient, backend: FakeBackend
 ) -> None:
     backend.token_s = None
@@ -87,7 +89,9 @@ async def test_a_burst_for_a_quick_client_is_one_chunk_per_token(
     assert deltas == ["", *backend.words, None]
 
 
-async def test_usage_comes_alone_and_only_when_asked_for(client: httpx.AsyncClient) -> None:
+async def test_stream_usage_is_a_separate_chunk_and_only_on_request(
+    client: httpx.AsyncClient,
+) -> None:
     *chunks, usage, done = await stream_chat(client, stream_options={"include_usage": True})
     assert done == "[DONE]"
     assert usage["choices"] == []
@@ -95,7 +99,7 @@ async def test_usage_comes_alone_and_only_when_asked_for(client: httpx.AsyncClie
     assert all(chunk["usage"] is None and chunk["choices"] for chunk in chunks)
 
 
-async def test_chat_logprobs(client: httpx.AsyncClient) -> None:
+async def test_chat_logprobs_have_openais_shape(client: httpx.AsyncClient) -> None:
     asked = {"logprobs": True, "top_logprobs": 2}
     whole = (await client.post("/v1/chat/completions", json=chat(**asked))).json()
     entries = whole["choices"][0]["logprobs"]["content"]
@@ -136,7 +140,7 @@ async def test_completion_fans_out_over_prompts(
         assert [each["finish_reason"] for each in own] == [None] * 6 + ["stop"]
 
 
-async def test_legacy_logprobs(client: httpx.AsyncClient) -> None:
+async def test_completion_logprobs_have_the_legacy_shape(client: httpx.AsyncClient) -> None:
     body = {"model": MODEL, "prompt": "x", "logprobs": 1, "max_tokens": 3}
     whole = (await client.post("/v1/completions", json=body)).json()["choices"][0]
     assert whole["finish_reason"] == "length"
@@ -153,7 +157,7 @@ async def test_legacy_logprobs(client: httpx.AsyncClient) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_refusal_is_an_http_error_before_the_first_byte(
+async def test_a_refused_stream_is_an_http_error(
     client: httpx.AsyncClient, backend: FakeBackend, stream: bool
 ) -> None:
     backend.refusal = InvalidRequestError("too long", param="messages", code="too_long")
@@ -182,7 +186,7 @@ async def test_failure_in_the_middle_ends_the_stream_with_an_error_event(
 
 
 @pytest.mark.parametrize("fail_after", [0, 2])
-async def test_a_bug_is_answered_without_its_text(
+async def test_an_internal_error_is_answered_without_its_text(
     client: httpx.AsyncClient, backend: FakeBackend, fail_after: int
 ) -> None:
     backend.failure, backend.fail_after = RuntimeError("secret at 0xdeadbeef"), fail_after
@@ -193,7 +197,7 @@ async def test_a_bug_is_answered_without_its_text(
         assert "[DONE]" not in response.text
 
 
-async def test_models(client: httpx.AsyncClient) -> None:
+async def test_models_are_listed_and_retrieved(client: httpx.AsyncClient) -> None:
     listed = (await client.get("/v1/models")).json()
     one = (await client.get(f"/v1/models/{MODEL}")).json()
     assert listed == {"object": "list", "data": [one]}
@@ -208,7 +212,7 @@ async def test_models(client: httpx.AsyncClient) -> None:
     assert missing.json()["error"]["code"] == "model_not_found"
 
 
-async def test_unknown_model_names_the_available_ones(client: httpx.AsyncClient) -> None:
+async def test_an_unknown_model_is_404_with_the_available_names(client: httpx.AsyncClient) -> None:
     response = await client.post("/v1/chat/completions", json=chat(model="gpt-9"))
     assert response.status_code == 404
     error = response.json()["error"]
@@ -217,7 +221,7 @@ async def test_unknown_model_names_the_available_ones(client: httpx.AsyncClient)
     assert MODEL in error["message"]
 
 
-async def test_request_ids(client: httpx.AsyncClient) -> None:
+async def test_request_ids_are_kept_if_safe_and_else_replaced(client: httpx.AsyncClient) -> None:
     async def id_for(sent: str) -> str:
         response = await client.get("/livez", headers={"x-request-id": sent})
         return response.headers["x-request-id"]
@@ -229,7 +233,7 @@ async def test_request_ids(client: httpx.AsyncClient) -> None:
     assert error.headers["x-request-id"].startswith("req-")
 
 
-async def test_one_request_is_one_log_line(
+async def test_a_request_is_logged_as_one_line(
     client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="engine.request")
@@ -246,7 +250,7 @@ async def test_one_request_is_one_log_line(
     assert "alice" not in str(fields)
 
 
-async def test_slow_request_is_a_warning_with_its_time_split(
+async def test_a_slow_request_is_logged_with_its_timings(
     backend: FakeBackend, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = make_settings(logging={"slow_request_s": 1e-9, "log_requests": False})
@@ -264,7 +268,7 @@ async def test_slow_request_is_a_warning_with_its_time_split(
     assert slow[1]["completion_id"] == submitted.json()["request_id"]
 
 
-async def test_log_of_an_unfinished_request_claims_no_counts(
+async def test_the_log_line_of_an_aborted_request_has_no_token_counts(
     client: httpx.AsyncClient, backend: FakeBackend, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -276,7 +280,7 @@ async def test_log_of_an_unfinished_request_claims_no_counts(
     assert "prompt_tokens" not in fields
 
 
-async def test_a_backend_that_misses_the_deadline_is_not_waited_for(
+async def test_a_backend_that_misses_the_deadline_is_given_up(
     backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(generation, "DEADLINE_MARGIN_S", 0.0)

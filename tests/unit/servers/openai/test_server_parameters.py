@@ -88,7 +88,9 @@ def candidates(*scores: float) -> list[TextEvent | FinishEvent]:
     return events
 
 
-async def test_best_of(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+async def test_best_of_returns_the_likeliest_choices(
+    client: httpx.AsyncClient, backend: FakeBackend
+) -> None:
     backend.script = candidates(-2.0, -0.5, -3.0, -1.0)
     answer = await complete(client, best_of=4, n=2)
     assert [(each["index"], each["text"]) for each in answer["choices"]] == [(0, "c1"), (1, "c3")]
@@ -103,7 +105,7 @@ async def test_best_of(client: httpx.AsyncClient, backend: FakeBackend) -> None:
     assert len((await complete(client, best_of=4, n=4))["choices"]) == 4
 
 
-async def test_best_of_does_not_judge_the_prompt(
+async def test_best_of_ranks_without_the_prompts_logprobs(
     client: httpx.AsyncClient, backend: FakeBackend
 ) -> None:
     unlikely = (TokenText("p", b"p", float("nan")), TokenText("q", b"q", -99.0))
@@ -114,7 +116,9 @@ async def test_best_of_does_not_judge_the_prompt(
 
 
 @pytest.mark.parametrize("streams", [False, True])
-async def test_echo(client: httpx.AsyncClient, backend: FakeBackend, streams: bool) -> None:
+async def test_echo_returns_the_prompt_with_logprobs(
+    client: httpx.AsyncClient, backend: FakeBackend, streams: bool
+) -> None:
     body = completion(echo=True, logprobs=1, max_tokens=1, stream=streams)
     response = await client.post(COMPLETIONS, json=body)
     if streams:
@@ -138,7 +142,9 @@ async def test_echo(client: httpx.AsyncClient, backend: FakeBackend, streams: bo
     assert request.context.params.score_prompt
 
 
-async def test_only_the_prompt_is_scored(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+async def test_max_tokens_0_scores_only_the_prompt(
+    client: httpx.AsyncClient, backend: FakeBackend
+) -> None:
     answer = await complete(client, echo=True, logprobs=0, max_tokens=0, n=2)
     assert backend.requests[0].context.params.max_tokens == 1
     assert [each["text"] for each in answer["choices"]] == ["one two"] * 2
@@ -150,14 +156,14 @@ async def test_only_the_prompt_is_scored(client: httpx.AsyncClient, backend: Fak
     assert not backend.requests[-1].context.params.score_prompt
 
 
-async def test_suffix(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+async def test_suffix_reaches_the_backend(client: httpx.AsyncClient, backend: FakeBackend) -> None:
     await complete(client, suffix="the end")
     request = backend.requests[0]
     assert isinstance(request, CompletionRequest)
     assert request.suffix == "the end"
 
 
-async def test_what_travels_with_a_request(
+async def test_metadata_truncation_and_priority_travel_with_a_request(
     client: httpx.AsyncClient, backend: FakeBackend, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="engine.request")
@@ -174,7 +180,7 @@ async def test_what_travels_with_a_request(
     assert "metadata" not in plain
 
 
-async def test_a_salt_parts_caches_and_never_joins_them(backend: FakeBackend) -> None:
+async def test_a_cache_salt_separates_caches_and_never_joins_tenants(backend: FakeBackend) -> None:
     salts = []
     for app in (APP, KEYED_APP):
         async with client_of(app) as client:
@@ -187,7 +193,7 @@ async def test_a_salt_parts_caches_and_never_joins_them(backend: FakeBackend) ->
     assert all(salt not in ("a", "b") for salt in salts)
 
 
-async def test_safety_identifier_is_the_user(
+async def test_safety_identifier_is_accepted_as_the_user(
     client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="engine.request")
@@ -264,7 +270,7 @@ PLAIN: dict[str, Any] = {"template_options": (), "capabilities": ("chat", "compl
         ({}, {"mirostat": 2, "repetition_penalty": 1.2, "dry_multiplier": 1.0}, {}, None),
     ],
 )
-async def test_warnings_and_strictness(
+async def test_parameters_without_effect_are_warned_about_and_refused_if_strict(
     client: httpx.AsyncClient,
     backend: FakeBackend,
     card: dict[str, Any],
@@ -306,7 +312,7 @@ async def test_samplers_reach_the_backend_from_every_endpoint(
         assert (params.bad_words, params.stop_regex) == (("x",), ("y+",)), path
 
 
-async def test_several_warnings_are_one_header(client: httpx.AsyncClient) -> None:
+async def test_several_warnings_share_one_header(client: httpx.AsyncClient) -> None:
     body = chat(verbosity="low", chat_template_kwargs={"ü\r\nx": 1, "enable_thinking": True})
     response = await client.post(CHAT, json=body)
     assert response.status_code == 200
@@ -327,7 +333,7 @@ async def test_several_warnings_are_one_header(client: httpx.AsyncClient) -> Non
         ("suffix", COMPLETIONS, {"suffix": "x"}, "suffix"),
     ],
 )
-async def test_a_model_that_can_not_says_so(
+async def test_parameters_that_the_model_lacks_are_refused(
     client: httpx.AsyncClient,
     backend: FakeBackend,
     missing: str,
@@ -352,7 +358,7 @@ async def test_a_model_that_can_not_says_so(
         ({"continue_final_message": True, "add_generation_prompt": False}, False, True),
     ],
 )
-async def test_where_the_answer_begins(
+async def test_add_generation_prompt_and_continue_final_message_reach_the_template(
     client: httpx.AsyncClient,
     backend: FakeBackend,
     fields: dict[str, Any],
@@ -368,7 +374,9 @@ async def test_where_the_answer_begins(
     assert (await refused(client, CHAT, both))["param"] == "continue_final_message"
 
 
-async def test_model_entry(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+async def test_model_entry_reports_trained_context_and_capabilities(
+    client: httpx.AsyncClient, backend: FakeBackend
+) -> None:
     entry = (await client.get(f"/v1/models/{MODEL}")).json()
     assert entry["meta"]["n_ctx_train"] == 2 * CONTEXT_LENGTH
     assert entry["capabilities"] == list(CARD.capabilities)
@@ -378,7 +386,9 @@ async def test_model_entry(client: httpx.AsyncClient, backend: FakeBackend) -> N
 
 
 @pytest.mark.parametrize("num_revivals", [0, 2])
-async def test_a_restart_of_the_engine_is_told_with_the_answer(client, backend, num_revivals):
+async def test_an_engine_restart_during_a_request_is_reported_as_a_warning(
+    client, backend, num_revivals
+):
     backend.num_revivals = num_revivals
     for path, body in ((CHAT, chat()), (COMPLETIONS, completion())):
         response = await client.post(path, json=body)

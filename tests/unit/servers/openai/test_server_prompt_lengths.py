@@ -78,7 +78,7 @@ async def test_a_prompt_that_is_too_long_is_a_400(
 
 
 @pytest.mark.parametrize("path", bodies(""))
-async def test_a_body_that_is_too_large_names_the_context_length_too(
+async def test_a_413_for_a_large_body_names_the_context_length(
     client: httpx.AsyncClient, path: str
 ) -> None:
     answer = await client.post(path, json=bodies("w " * 2**20)[path])
@@ -87,7 +87,9 @@ async def test_a_body_that_is_too_large_names_the_context_length_too(
     assert f"This model's maximum context length is {CONTEXT_LENGTH} tokens." in message
 
 
-async def test_too_many_tokens_asked_for_are_no_long_prompt(client: httpx.AsyncClient) -> None:
+async def test_too_large_max_tokens_is_not_reported_as_a_long_prompt(
+    client: httpx.AsyncClient,
+) -> None:
     answer = await client.post(
         "/v1/messages", json=bodies("a")["/v1/messages"] | {"max_tokens": 10**6}
     )
@@ -96,7 +98,7 @@ async def test_too_many_tokens_asked_for_are_no_long_prompt(client: httpx.AsyncC
 
 
 @pytest.mark.parametrize("tells_prompt", [True, False])
-async def test_a_message_starts_with_its_input_tokens(
+async def test_a_messages_stream_starts_with_its_input_tokens(
     client: httpx.AsyncClient, backend: FakeBackend, tells_prompt: bool
 ) -> None:
     backend.tells_prompt = tells_prompt
@@ -122,7 +124,7 @@ def chunks_of(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-async def test_every_chunk_has_the_usage_so_far(client: httpx.AsyncClient) -> None:
+async def test_continuous_usage_is_in_every_chunk(client: httpx.AsyncClient) -> None:
     body = {"prompt": ["one two", "three"], "n": 2, "stream": True, "stream_options": CONTINUOUS}
     answer = await client.post(COMPLETIONS, json=body | {"model": MODEL})
     assert answer.status_code == 200 and "x-engine-warnings" not in answer.headers
@@ -141,7 +143,7 @@ async def test_every_chunk_has_the_usage_so_far(client: httpx.AsyncClient) -> No
     assert last["choices"] == [] and last["usage"]["completion_tokens"] == 24
 
 
-async def test_tokens_without_text_count_too(
+async def test_continuous_usage_counts_tokens_without_text(
     client: httpx.AsyncClient, backend: FakeBackend
 ) -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
@@ -165,14 +167,16 @@ async def test_events_dropped_for_a_slow_client_are_counted_at_the_end(
     assert chunks[-2]["usage"]["completion_tokens"] == 9
 
 
-async def test_usage_in_every_chunk_needs_usage(client: httpx.AsyncClient) -> None:
+async def test_continuous_usage_needs_include_usage(client: httpx.AsyncClient) -> None:
     body = chat(stream=True, stream_options={"continuous_usage_stats": True})
     answer = await client.post(CHAT, json=body)
     assert "stream_options.continuous_usage_stats" in answer.headers["x-engine-warnings"]
     assert all("usage" not in chunk for chunk in chunks_of(answer.text))
 
 
-async def test_a_thread_is_refused_with_what_the_sdk_reads(client: httpx.AsyncClient) -> None:
+async def test_messages_with_a_thread_are_refused_with_the_sdks_error_code(
+    client: httpx.AsyncClient,
+) -> None:
     body = bodies("a")["/v1/messages"]
     answer = await client.post("/v1/messages", json=body | {"thread": {"type": "create"}})
     assert answer.status_code == 400

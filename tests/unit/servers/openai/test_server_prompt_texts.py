@@ -44,7 +44,7 @@ def asked(backend: FakeBackend) -> CompletionRequest:
 
 
 @pytest.mark.parametrize("path", PROMPTS)
-async def test_control_tokens_stay_text_and_the_client_is_told(
+async def test_control_tokens_in_a_completion_prompt_stay_text_with_a_warning(
     client: httpx.AsyncClient, backend: FakeBackend, path: str
 ) -> None:
     plain = await client.post(path, json=PROMPTS[path])
@@ -63,14 +63,16 @@ async def test_control_tokens_stay_text_and_the_client_is_told(
     assert "x-engine-warnings" not in answer.headers
 
 
-async def test_long_prompts_are_searched_too(client: httpx.AsyncClient) -> None:
+async def test_control_tokens_are_found_in_long_prompts(client: httpx.AsyncClient) -> None:
     answer = await client.post("/v1/completions", json={"prompt": "a" * 100_000 + "<s>"})
     assert "parse_special" in answer.headers["x-engine-warnings"]
     ids = await client.post("/v1/completions", json={"prompt": [256]})
     assert "x-engine-warnings" not in ids.headers
 
 
-async def test_a_strict_server_wants_to_be_told(backend: FakeBackend, tmp_path: Path) -> None:
+async def test_a_strict_server_requires_parse_special_if_the_prompt_has_control_tokens(
+    backend: FakeBackend, tmp_path: Path
+) -> None:
     async with client_of(app_over(backend, tmp_path, strict=True)) as client:
         refused = await client.post("/v1/completions", json={"prompt": "<s>"})
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "parse_special"
@@ -78,7 +80,9 @@ async def test_a_strict_server_wants_to_be_told(backend: FakeBackend, tmp_path: 
         assert (await client.post("/v1/completions", json=told)).status_code == 200
 
 
-async def test_a_key_may_allow_control_tokens(backend: FakeBackend, tmp_path: Path) -> None:
+async def test_a_key_may_allow_control_tokens_in_prompts(
+    backend: FakeBackend, tmp_path: Path
+) -> None:
     file = tmp_path / "keys.json"
     allowed = add_key(file, "templates", parse_special=True)[0]
     other = add_key(file, "other")[0]
@@ -111,7 +115,7 @@ WITHOUT_MODEL: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("path", WITHOUT_MODEL)
-async def test_the_model_may_be_left_out_if_there_is_one(
+async def test_the_model_name_may_be_omitted_if_one_model_is_served(
     client: httpx.AsyncClient, backend: FakeBackend, path: str
 ) -> None:
     answer = await client.post(path, json=WITHOUT_MODEL[path])
@@ -125,7 +129,7 @@ async def test_the_model_may_be_left_out_if_there_is_one(
     assert second in refused.json()["error"]["message"]
 
 
-async def test_a_gap_is_filled_in_the_form_of_a_chat(
+async def test_fim_completions_have_the_shape_of_a_chat(
     client: httpx.AsyncClient, backend: FakeBackend
 ) -> None:
     body = {"model": MODEL, "prompt": "def f():", "suffix": "return 1", "random_seed": 7}
@@ -142,7 +146,7 @@ async def test_a_gap_is_filled_in_the_form_of_a_chat(
     assert (text, done) == ("Hello from a fake model.", "[DONE]")
 
 
-async def test_a_model_that_cannot_fill_in_is_refused(
+async def test_fim_is_refused_by_a_model_that_cannot_infill(
     client: httpx.AsyncClient, backend: FakeBackend
 ) -> None:
     backend.set_card(capabilities=("completions",))

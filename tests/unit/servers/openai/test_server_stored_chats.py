@@ -47,7 +47,7 @@ def ask(client: OpenAI, **fields: Any) -> Any:
     return client.chat.completions.create(**given)
 
 
-def test_a_chat_is_stored_read_changed_and_deleted(client: OpenAI) -> None:
+def test_a_stored_chat_is_read_updated_and_deleted(client: OpenAI) -> None:
     made = ask(client, metadata={"a": "b"}, n=2, logprobs=True)
     stored = client.chat.completions.retrieve(made.id)
     assert stored == made
@@ -60,7 +60,7 @@ def test_a_chat_is_stored_read_changed_and_deleted(client: OpenAI) -> None:
             call(made.id)
 
 
-def test_a_stream_is_stored_whole_before_its_end(client: OpenAI, backend: FakeBackend) -> None:
+def test_a_streamed_chat_is_stored_before_its_end(client: OpenAI, backend: FakeBackend) -> None:
     tool: Any = {"type": "function", "function": {"name": "get"}}
     backend.script = call_script(("get", '{"a": 1}'), said="Well.")
     chunks = list(ask(client, stream=True, tools=[tool]))
@@ -73,9 +73,7 @@ def test_a_stream_is_stored_whole_before_its_end(client: OpenAI, backend: FakeBa
     assert stored.usage is not None and stored.usage.prompt_tokens == 1
 
 
-def test_only_what_was_asked_for_and_is_whole_is_stored(
-    client: OpenAI, backend: FakeBackend
-) -> None:
+def test_only_requested_and_complete_chats_are_stored(client: OpenAI, backend: FakeBackend) -> None:
     ask(client, store=False)
     ask(client, store=None)
     backend.failure, backend.fail_after = InferenceError("Not finite."), 2
@@ -84,7 +82,7 @@ def test_only_what_was_asked_for_and_is_whole_is_stored(
     assert list(client.chat.completions.list()) == []
 
 
-def test_lists_with_filters_and_pages(client: OpenAI) -> None:
+def test_stored_chats_are_listed_with_filters_and_pages(client: OpenAI) -> None:
     made = [ask(client, metadata={"i": str(i % 2), "all": "x"}).id for i in range(5)]
 
     def ids(**query: Any) -> list[str]:
@@ -106,7 +104,7 @@ def test_lists_with_filters_and_pages(client: OpenAI) -> None:
         ids(after="chatcmpl-absent")
 
 
-def test_the_messages_are_those_of_the_request(client: OpenAI) -> None:
+def test_the_messages_of_a_stored_chat_are_those_of_the_request(client: OpenAI) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     call = {"id": "c1", "type": "function", "function": {"name": "get", "arguments": "{}"}}
     sent = [
@@ -128,7 +126,7 @@ def test_the_messages_are_those_of_the_request(client: OpenAI) -> None:
         listing.list(made.id, after="x")
 
 
-def test_it_is_its_owners_and_survives_a_restart(tmp_path: Path) -> None:
+def test_stored_chats_are_private_and_survive_a_restart(tmp_path: Path) -> None:
     storage = {"path": tmp_path}
     with live_server(storage=storage, server={"api_key": KEY}) as server:
         made = ask(client_of(server, KEY))
@@ -148,7 +146,7 @@ def test_it_is_its_owners_and_survives_a_restart(tmp_path: Path) -> None:
         assert [each.id for each in client_of(server, KEY).chat.completions.list()] == [made.id]
 
 
-def test_a_broken_storage_refuses_before_the_model_works(tmp_path: Path) -> None:
+def test_a_broken_storage_refuses_a_stored_chat_before_generation(tmp_path: Path) -> None:
     broken = tmp_path / "file"
     broken.write_text("not a directory")
     with live_server(storage={"path": broken}) as server:

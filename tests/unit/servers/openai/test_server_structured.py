@@ -63,7 +63,9 @@ def grammar_of(**fields: Any) -> GrammarSpec | None:
         ),
     ],
 )
-def test_forms(fields: dict[str, Any], kind: str, source: Any, param: str) -> None:
+def test_structured_output_parameters_become_one_grammar_spec(
+    fields: dict[str, Any], kind: str, source: Any, param: str
+) -> None:
     spec = grammar_of(**fields)
     assert spec is not None
     assert (spec.kind, spec.param) == (kind, param)
@@ -82,7 +84,7 @@ def test_forms(fields: dict[str, Any], kind: str, source: Any, param: str) -> No
         {"response_format": {"type": "text"}, "guided_regex": None},
     ],
 )
-def test_forms_that_ask_for_nothing(fields: dict[str, Any]) -> None:
+def test_neutral_structured_output_values_give_no_grammar(fields: dict[str, Any]) -> None:
     assert grammar_of(**fields) is None
 
 
@@ -121,7 +123,9 @@ def test_forms_that_ask_for_nothing(fields: dict[str, Any]) -> None:
         ),
     ],
 )
-def test_wrong_forms_are_refused_by_place(fields: dict[str, Any], param: str) -> None:
+def test_invalid_structured_output_parameters_are_refused_by_path(
+    fields: dict[str, Any], param: str
+) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         parse_body(ChatBody, chat(**fields))
     assert caught.value.param == param
@@ -150,7 +154,7 @@ FORCED = {
 
 
 @pytest.mark.parametrize("path", FORCED)
-async def test_a_format_has_no_effect_on_an_answer_that_must_be_a_call(
+async def test_response_format_is_ignored_if_a_tool_call_is_required(
     path: str, tmp_path: Path
 ) -> None:
     backend = FakeBackend()
@@ -167,6 +171,6 @@ async def test_a_format_has_no_effect_on_an_answer_that_must_be_a_call(
         assert (await client.post(path, json=FORCED[path])).status_code == 400
 
 
-def test_other_apis_name_their_own_field() -> None:
+def test_grammar_errors_name_the_field_of_their_api() -> None:
     spec = read_response_format({"type": "json_object"}, where="text.format").grammar
     assert spec == GrammarSpec(kind="json_object", param="text.format")

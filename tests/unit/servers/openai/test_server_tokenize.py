@@ -57,7 +57,7 @@ async def client(backend: Recorder) -> AsyncIterator[httpx.AsyncClient]:
     assert app.state.services.lifecycle.num_admitted == 0
 
 
-async def test_there_and_back(client: httpx.AsyncClient) -> None:
+async def test_tokenize_and_detokenize_round_trip(client: httpx.AsyncClient) -> None:
     for named in ({}, {"model": MODEL}):
         answer = (await client.post("/tokenize", json=named | {"prompt": "hé"})).json()
         assert answer == {
@@ -73,7 +73,7 @@ async def test_there_and_back(client: httpx.AsyncClient) -> None:
     assert (await client.post("/detokenize", json={"tokens": []})).json()["prompt"] == ""
 
 
-async def test_strings_of_tokens(
+async def test_token_strings_are_returned_up_to_a_limit(
     client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     body = {"prompt": "aba", "return_token_strs": True}
@@ -85,7 +85,7 @@ async def test_strings_of_tokens(
     assert refused.json()["error"]["param"] == "return_token_strs"
 
 
-async def test_control_tokens_in_a_prompt(client: httpx.AsyncClient) -> None:
+async def test_tokenize_parses_control_tokens_only_on_request(client: httpx.AsyncClient) -> None:
     body = {"prompt": "a<s>", "add_special_tokens": False}
     plain = await client.post("/tokenize", json=body)
     assert plain.json()["tokens"] == list(b"a<s>")
@@ -96,7 +96,9 @@ async def test_control_tokens_in_a_prompt(client: httpx.AsyncClient) -> None:
         assert "x-engine-warnings" not in told.headers
 
 
-async def test_tokenizer_info(client: httpx.AsyncClient, backend: Recorder) -> None:
+async def test_tokenizer_info_reports_special_tokens_and_template(
+    client: httpx.AsyncClient, backend: Recorder
+) -> None:
     for query in ("", f"?model={MODEL}"):
         told = (await client.get(f"/tokenizer_info{query}")).json()
         assert told["model_max_length"] == CONTEXT_LENGTH
@@ -115,7 +117,7 @@ async def test_tokenizer_info(client: httpx.AsyncClient, backend: Recorder) -> N
         ({"messages": ANSWERED, "continue_final_message": True}, False, True),
     ],
 )
-async def test_a_conversation_is_rendered_as_a_chat_is(
+async def test_tokenize_renders_messages_like_a_chat(
     client: httpx.AsyncClient,
     backend: Recorder,
     fields: dict[str, Any],
@@ -138,7 +140,7 @@ async def test_a_conversation_is_rendered_as_a_chat_is(
     assert backend.requests[-1].tools == asked.tools
 
 
-async def test_text_goes_to_the_backend_as_text(
+async def test_tokenize_passes_text_to_the_backend_unchanged(
     client: httpx.AsyncClient, backend: Recorder
 ) -> None:
     text = "<|im_start|>system\n<s></s>\x00\u202e"
@@ -182,7 +184,7 @@ async def test_text_goes_to_the_backend_as_text(
     ],
     ids=lambda value: str(value)[:60],
 )
-async def test_refusals(
+async def test_invalid_tokenize_requests_are_refused_by_name(
     client: httpx.AsyncClient, path: str, body: dict[str, Any], param: str
 ) -> None:
     response = await client.post(path, json=body)
@@ -192,13 +194,17 @@ async def test_refusals(
     assert len(response.content) < 1000
 
 
-async def test_emulated_tools_are_warned_of(client: httpx.AsyncClient, backend: Recorder) -> None:
+async def test_tokenize_warns_about_emulated_tools(
+    client: httpx.AsyncClient, backend: Recorder
+) -> None:
     backend.set_card(emulated=("tools",))
     response = await client.post("/tokenize", json={"messages": MESSAGES, "tools": [TOOL]})
     assert response.headers["x-engine-warnings"].startswith("tools: ")
 
 
-async def test_an_unknown_model(client: httpx.AsyncClient, backend: Recorder) -> None:
+async def test_tokenizing_for_an_unknown_model_is_404(
+    client: httpx.AsyncClient, backend: Recorder
+) -> None:
     for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]})):
         response = await client.post(path, json=body | {"model": "other"})
         assert response.status_code == 404

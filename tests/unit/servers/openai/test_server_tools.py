@@ -85,7 +85,9 @@ def last_chat(backend: FakeBackend) -> ChatRequest:
     return request
 
 
-async def test_a_whole_answer_with_calls(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+async def test_tool_calls_have_openais_shape(
+    client: httpx.AsyncClient, backend: FakeBackend
+) -> None:
     backend.script = call_script(("weather", ARGUMENTS), ("now", ""))
     choice = (await ask(client, tools=[tool(), tool("now")]))["choices"][0]
     assert choice["finish_reason"] == "tool_calls"
@@ -107,7 +109,9 @@ async def test_a_whole_answer_with_calls(client: httpx.AsyncClient, backend: Fak
     assert choice["message"]["content"] == "One moment."
 
 
-async def test_a_stream_of_calls(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+async def test_streamed_tool_calls_have_openais_shape(
+    client: httpx.AsyncClient, backend: FakeBackend
+) -> None:
     backend.script = call_script(("now", ""), ("weather", ARGUMENTS), ("now", ""))
     first, *middle, last = await stream(client, tools=[tool(), tool("now")])
     assert first["delta"] == {"role": "assistant", "content": ""}
@@ -147,7 +151,7 @@ async def test_a_stream_of_calls(client: httpx.AsyncClient, backend: FakeBackend
         ("auto", "length", "length"),
     ],
 )
-async def test_finish_reason_of_calls(
+async def test_tool_calls_set_the_finish_reason(
     client: httpx.AsyncClient, backend: FakeBackend, tool_choice: Any, reason: Any, expected: str
 ) -> None:
     backend.script = [*call_script(("weather", ARGUMENTS))[:-1], FinishEvent(0, reason)]
@@ -156,7 +160,7 @@ async def test_finish_reason_of_calls(
     assert (await stream(client, **asked))[-1]["finish_reason"] == expected
 
 
-async def test_no_call_is_a_plain_stop(client: httpx.AsyncClient) -> None:
+async def test_an_answer_without_calls_has_finish_reason_stop(client: httpx.AsyncClient) -> None:
     answer = await ask(client, tools=[tool()])
     assert answer["choices"][0]["finish_reason"] == "stop"
     assert "tool_calls" not in answer["choices"][0]["message"]
@@ -183,7 +187,9 @@ async def test_calls_of_several_choices_stay_apart(
     assert arguments == {(0, "{}"), (1, ""), (1, "{}")}
 
 
-async def test_reasoning_has_both_names(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+async def test_reasoning_is_returned_under_both_names(
+    client: httpx.AsyncClient, backend: FakeBackend
+) -> None:
     backend.script = reasoning_script(["Let me", " think."], ["Yes", "."])
     backend.reasoning_tokens = 2
     answer = await ask(client)
@@ -203,7 +209,9 @@ async def test_reasoning_has_both_names(client: httpx.AsyncClient, backend: Fake
     ]
 
 
-async def test_what_the_backend_is_given(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+async def test_tools_reach_the_backend_in_one_shape(
+    client: httpx.AsyncClient, backend: FakeBackend
+) -> None:
     described = tool(description="Looks outside.", strict=True)
     bare = {"type": "function", "function": {"name": "now"}}
     await ask(client, tools=[described, bare], parallel_tool_calls=False)
@@ -234,7 +242,7 @@ async def test_what_the_backend_is_given(client: httpx.AsyncClient, backend: Fak
     assert last_chat(backend).parallel_tool_calls is True
 
 
-def test_choices() -> None:
+def test_tool_choice_forms_are_parsed() -> None:
     tools = parse_tools([tool("a"), tool("b"), tool("c")])
     assert parse_tool_choice(None, tools) == (ToolChoice("auto"), tools)
     assert parse_tool_choice(None, ()) == (ToolChoice("none"), ())
@@ -280,7 +288,7 @@ def test_choices() -> None:
         ),
     ],
 )
-async def test_wrong_tools_are_refused_by_place(
+async def test_invalid_tools_are_refused_by_path(
     client: httpx.AsyncClient, tools: Any, tool_choice: Any, param: str
 ) -> None:
     body = chat(tools=tools, tool_choice=tool_choice)
@@ -289,7 +297,7 @@ async def test_wrong_tools_are_refused_by_place(
     assert response.json()["error"]["param"] == param
 
 
-def test_history_with_tools() -> None:
+def test_messages_with_tool_calls_and_results_are_parsed() -> None:
     messages = parse_messages(
         [
             USER,
@@ -350,7 +358,7 @@ def test_history_with_tools() -> None:
         ([{"role": "assistant", "function_call": {"name": "f"}}], "messages[0].function_call"),
     ],
 )
-def test_wrong_history_is_refused_by_place(messages: Any, param: str) -> None:
+def test_invalid_tool_messages_are_refused_by_path(messages: Any, param: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         parse_messages(messages)
     assert caught.value.param == param

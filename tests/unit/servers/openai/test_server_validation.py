@@ -84,7 +84,9 @@ def with_field(name: str, value: str) -> str:
 
 
 @pytest.mark.parametrize("name", [*INTEGERS, *FLOATS])
-async def test_numeric_edges(client: httpx.AsyncClient, name: str) -> None:
+async def test_numeric_chat_parameters_are_accepted_and_refused_at_their_bounds(
+    client: httpx.AsyncClient, name: str
+) -> None:
     low, high = (INTEGERS | FLOATS)[name]
     wrong = [*NEVER_NUMBERS, json.dumps(low - 2), json.dumps(high + 1), *map(json.dumps, HUGE)]
     if name in INTEGERS:
@@ -102,7 +104,7 @@ async def test_numeric_edges(client: httpx.AsyncClient, name: str) -> None:
     ("name", "low", "high"),
     [("best_of", 1, 20), ("logprobs", 0, 20), ("truncate_prompt_tokens", -1, 2**24)],
 )
-async def test_numeric_edges_of_completions(
+async def test_numeric_completion_parameters_are_accepted_and_refused_at_their_bounds(
     client: httpx.AsyncClient, name: str, low: int, high: int
 ) -> None:
     start = json.dumps({"model": MODEL, "prompt": "x"})[:-1]
@@ -115,7 +117,7 @@ async def test_numeric_edges_of_completions(
         parse_body(CompletionBody, {"model": MODEL, "prompt": "x", name: number}).params(CARD)
 
 
-def test_defaults() -> None:
+def test_default_sampling_parameters_of_chat_and_completions() -> None:
     params = params_of()
     assert params == SamplingParams(max_tokens=None)  # the rest of the context
     assert params.temperature == 1.0
@@ -123,7 +125,7 @@ def test_defaults() -> None:
     assert completion.params(CARD) == SamplingParams(max_tokens=16)
 
 
-def test_fields_reach_the_sampler() -> None:
+def test_sampling_fields_reach_the_sampling_params() -> None:
     given = {
         "max_tokens": 9,
         "min_tokens": 2,
@@ -183,7 +185,7 @@ def test_fields_reach_the_sampler() -> None:
 @pytest.mark.parametrize(
     ("stop", "expected"), [(None, ()), ("", ()), ("x", ("x",)), ([], ()), (["a", ""], ("a",))]
 )
-def test_stop_forms(stop: Any, expected: tuple[str, ...]) -> None:
+def test_stop_may_be_a_string_a_list_or_null(stop: Any, expected: tuple[str, ...]) -> None:
     assert params_of(stop=stop).stop == expected
 
 
@@ -242,13 +244,13 @@ def test_stop_forms(stop: Any, expected: tuple[str, ...]) -> None:
         ({"messages": [{"role": "user", "content": "x", "mood": 1}]}, "messages[0].mood"),
     ],
 )
-def test_refusals_name_the_place(fields: dict[str, Any], param: str) -> None:
+def test_errors_name_the_path_of_the_invalid_field(fields: dict[str, Any], param: str) -> None:
     error = refusal_of(ChatBody, chat(**fields))
     assert error.param == param
     assert param in error.message
 
 
-def test_message_forms() -> None:
+def test_message_content_may_be_text_parts_or_null() -> None:
     body = parse_body(
         ChatBody,
         {
@@ -277,7 +279,7 @@ def test_message_forms() -> None:
         ([[1], [2, 3]], ((1,), (2, 3))),
     ],
 )
-def test_prompt_forms(prompt: Any, expected: Any) -> None:
+def test_prompts_may_be_texts_token_ids_or_lists_of_them(prompt: Any, expected: Any) -> None:
     assert parse_body(CompletionBody, {"model": MODEL, "prompt": prompt}).prompt == expected
 
 
@@ -285,18 +287,18 @@ def test_prompt_forms(prompt: Any, expected: Any) -> None:
     "prompt",
     [None, [], [[]], 5, [1, -1], [1, True], [1, 2.0], [1, 2**31], [None], ["x"] * 129, {"a": 1}],
 )
-def test_wrong_prompts(prompt: Any) -> None:
+def test_malformed_prompts_are_refused(prompt: Any) -> None:
     error = refusal_of(CompletionBody, {"model": MODEL, "prompt": prompt})
     assert error.param is not None and error.param.startswith("prompt")
 
 
-def test_unknown_keys_are_named_but_not_all_of_them() -> None:
+def test_error_messages_name_only_the_first_unknown_keys() -> None:
     error = refusal_of(ChatBody, chat(**{f"key_{i}": 1 for i in range(100_000)}))
     assert "key_0" in error.message
     assert len(error.message) < 500
 
 
-def test_limits_across_fields() -> None:
+def test_limits_that_involve_two_fields_are_checked() -> None:
     for fields, param in (
         ({"max_tokens": CONTEXT_LENGTH + 1}, "max_tokens"),
         ({"max_completion_tokens": CONTEXT_LENGTH + 1}, "max_completion_tokens"),
@@ -309,7 +311,7 @@ def test_limits_across_fields() -> None:
         assert param in caught.value.message
 
 
-def test_errors_are_few_and_never_echo_much() -> None:
+def test_validation_errors_are_few_and_echo_little() -> None:
     wrong = dict.fromkeys((*INTEGERS, *FLOATS), "x" * 1000)
     error = refusal_of(ChatBody, chat(**wrong))
     assert "xxx" not in error.message

@@ -70,14 +70,14 @@ def admin(tmp_path: Path) -> Iterator[Admin]:
         yield Admin(server, keys_file, tmp_path / "data")
 
 
-def test_status_and_models(admin: Admin) -> None:
+def test_admin_status_and_models_are_reported(admin: Admin) -> None:
     assert admin.json("status")["ready"]
     assert admin.json("models")["models"][0]["id"] == MODEL
     assert MODEL in admin.run("models").stdout
     assert "draining" in admin.run("status").stdout
 
 
-def test_keys_work_at_once_and_are_refused_at_once(admin: Admin) -> None:
+def test_new_and_removed_keys_take_effect_at_once(admin: Admin) -> None:
     made = admin.run("keys", "new", "bob", "--tenant", "team", "--requests-per-minute", "1")
     key = made.stdout.strip()
     headers = {"authorization": f"Bearer {key}"}
@@ -102,7 +102,7 @@ def test_keys_work_at_once_and_are_refused_at_once(admin: Admin) -> None:
     assert stat.S_IMODE(os.stat(admin.audit_file).st_mode) == 0o600
 
 
-def test_drain_and_undrain(admin: Admin) -> None:
+def test_drain_and_undrain_change_readiness(admin: Admin) -> None:
     assert admin.run("drain").exit_code == 0
     assert httpx.get(f"{admin.server.url}/readyz").status_code == 503
     assert (admin.json("status")["ready"], admin.json("status")["draining"]) == (False, True)
@@ -112,7 +112,7 @@ def test_drain_and_undrain(admin: Admin) -> None:
     assert "shutting down" in admin.run("undrain").output
 
 
-def test_limits_and_log_level(admin: Admin) -> None:
+def test_limits_and_log_level_can_be_changed_at_runtime(admin: Admin) -> None:
     assert admin.json("limits", "--max-concurrent", "7")["limits"]["max_concurrent"] == 7
     assert admin.server.services.quotas.defaults.max_concurrent == 7
     assert admin.json("limits", "--max-concurrent", "0")["limits"]["max_concurrent"] is None
@@ -148,7 +148,7 @@ def test_caches_are_warmed_for_every_tenant(admin: Admin, tmp_path: Path) -> Non
     assert flushed.exit_code == 2 and "flushed" in flushed.output  # a fake has no cache
 
 
-def test_the_command_says_what_is_wrong(admin: Admin) -> None:
+def test_the_admin_command_explains_failures(admin: Admin) -> None:
     missing = admin.run("models", key=None)
     assert missing.exit_code == 2 and "LLM_ENGINE_ADMIN_KEY" in missing.output
     assert admin.run("unload", "nothing").exit_code == 2
@@ -157,7 +157,7 @@ def test_the_command_says_what_is_wrong(admin: Admin) -> None:
     assert done.exit_code == 1 and "--url" in done.output
 
 
-def test_prompts_of_a_file_are_computed_at_the_start(tmp_path: Path) -> None:
+def test_warm_up_prompts_of_a_file_are_computed_at_start(tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("once\nupon a time\n")
     with live_server(cache={"warm_file": file}) as server:
@@ -183,7 +183,7 @@ def reloading(tmp_path: Path) -> tuple[Any, Path, Callable[..., None]]:
     return app.state.services, keys_file, write
 
 
-async def test_prefixes_of_tiers_are_loaded_for_their_own_tenants(
+async def test_tier_prefixes_are_warmed_for_their_own_tenants(
     reloading: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     services, keys_file, _ = reloading
@@ -205,7 +205,7 @@ async def test_prefixes_of_tiers_are_loaded_for_their_own_tenants(
     assert (await warm(services, prompts, [first, second]))["skipped"] == len(prompts)
 
 
-async def test_settings_are_read_again_as_a_whole_or_not_at_all(reloading: Any) -> None:
+async def test_settings_are_reloaded_completely_or_not_at_all(reloading: Any) -> None:
     services, keys_file, write = reloading
     add_key(keys_file, "second")
     write(limits={"max_concurrent": 3}, cache={"block_size": 32})
@@ -226,7 +226,7 @@ async def test_settings_are_read_again_as_a_whole_or_not_at_all(reloading: Any) 
     assert results == ["ok", "CONFIG_ERROR", "CONFIG_ERROR"]
 
 
-async def test_the_audit_log_is_bounded_and_never_in_the_way(
+async def test_the_audit_log_is_bounded_and_never_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(audit_module, "MAX_BYTES", 1000)
@@ -248,7 +248,7 @@ async def test_the_audit_log_is_bounded_and_never_in_the_way(
 
 
 @pytest.mark.parametrize("backend", ["nosuch", "no.such", "torch.nosuch"])
-def test_a_backend_that_does_not_exist_is_the_callers_mistake(admin: Admin, backend: str) -> None:
+def test_an_unknown_backend_is_a_client_error(admin: Admin, backend: str) -> None:
     answer = httpx.post(
         f"{admin.server.url}/v1/admin/models/load",
         json={"model": "absent", "backend": backend},

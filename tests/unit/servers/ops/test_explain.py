@@ -253,7 +253,7 @@ IN_ENGINE = [
 
 
 @pytest.mark.parametrize("case", IN_ENGINE, ids=lambda case: case.__name__)
-def test_the_cause_in_the_engine_is_named(
+def test_the_cause_of_a_slow_request_inside_the_engine_is_named(
     case: Callable[[pytest.MonkeyPatch], Timeline], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timeline = case(monkeypatch)
@@ -328,7 +328,7 @@ def change(record: RequestRecord, kind: str) -> list[dict[str, Any]]:
         *("client", "images", "backend"),
     ],
 )
-def test_the_cause_outside_of_the_engine_is_named(kind: str) -> None:
+def test_the_cause_of_a_slow_request_outside_the_engine_is_named(kind: str) -> None:
     record = record_of(QUICK)
     decisions = change(record, kind)
     causes = causes_of(record, decisions)
@@ -338,7 +338,9 @@ def test_the_cause_outside_of_the_engine_is_named(kind: str) -> None:
     assert total == pytest.approx(record.ended_at - record.started, abs=1e-4)
 
 
-def test_a_long_prefill_keeps_a_bounded_number_of_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_timeline_keeps_a_bounded_number_of_prefill_chunks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     engine = ClockedEngine(monkeypatch, budget=4, max_seq_len=256, num_blocks=256)
     engine.submit("slow", range(200), 1)
     chunks = engine.run().chunks
@@ -347,7 +349,7 @@ def test_a_long_prefill_keeps_a_bounded_number_of_chunks(monkeypatch: pytest.Mon
     assert chunks[-1].start == 4 * (MAX_CHUNKS - 1)
 
 
-def test_what_others_wait_for_does_not_count_for_a_held_sequence() -> None:
+def test_time_held_for_a_shared_prefix_is_not_attributed_to_other_waits() -> None:
     clock = EngineClock()
     seq = SimpleNamespace(arrival=0, tenant="", priority=0, queued_at=10.0, num_matched=1)
     clock.plan(10.0)

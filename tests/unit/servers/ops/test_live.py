@@ -31,7 +31,7 @@ def snapshot_of(engine: ToyEngine) -> EngineSnapshot:
     return reply.snapshot
 
 
-def test_a_snapshot_shows_the_batch_the_queue_and_the_tree() -> None:
+def test_a_live_snapshot_shows_batch_queue_and_prefix_tree() -> None:
     engine = ToyEngine(max_slots=2, num_blocks=200, max_seq_len=128)
     prefix = tuple(range(20))
     engine.submit("before", prefix, max_tokens=1)
@@ -53,7 +53,7 @@ def test_a_snapshot_shows_the_batch_the_queue_and_the_tree() -> None:
     engine.check()
 
 
-def test_a_snapshot_is_bounded() -> None:
+def test_a_live_snapshot_is_bounded() -> None:
     engine = ToyEngine(max_slots=2, num_blocks=900, max_seq_len=64)
     for number in range(220):
         engine.submit(f"r{number}", (number % 20, number // 20, 3, 4), max_tokens=1)
@@ -67,7 +67,7 @@ def test_a_snapshot_is_bounded() -> None:
     assert all(each.parent < index for index, each in enumerate(shot.tree.nodes))
 
 
-def test_a_mistake_in_a_snapshot_ends_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_in_a_snapshot_ends_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = ToyEngine()
     monkeypatch.setattr(engine.loop._snapshots, "take", lambda now: 1 // 0)
     engine.submit("a", (1, 2, 3), max_tokens=4)
@@ -76,7 +76,7 @@ def test_a_mistake_in_a_snapshot_ends_no_request(monkeypatch: pytest.MonkeyPatch
     assert len(engine.outcomes["a", 0].tokens) == 4
 
 
-def test_kernels_are_timed_only_while_somebody_watches() -> None:
+def test_kernels_are_timed_only_while_a_live_view_is_open() -> None:
     engine = ToyEngine()
     switched: list[bool] = []
     timer: Any = SimpleNamespace(time_kernels=switched.append, kernel_seconds=lambda: {"mlp": 0.1})
@@ -120,7 +120,7 @@ async def test_all_watchers_share_one_snapshot(monkeypatch: pytest.MonkeyPatch) 
     assert len(taken) == count
 
 
-async def test_a_snapshot_that_fails_ends_the_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failing_snapshot_ends_the_live_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "INTERVAL_S", 0.01)
     backend = FakeBackend()
     view = LiveView(create_app(make_settings(), backend, Metrics("m")).state.services)
@@ -143,7 +143,7 @@ async def test_a_snapshot_that_fails_ends_the_streams(monkeypatch: pytest.Monkey
     await again.aclose()
 
 
-async def test_watchers_are_counted_before_their_first_frame() -> None:
+async def test_live_viewers_are_counted_before_their_first_frame() -> None:
     view = LiveView(create_app(make_settings(), FakeBackend(), Metrics("m")).state.services)
     streams = [view.watch() for _ in range(live.MAX_WATCHERS)]
     with pytest.raises(RateLimitError):
@@ -153,7 +153,7 @@ async def test_watchers_are_counted_before_their_first_frame() -> None:
     assert view.num_watchers == live.MAX_WATCHERS
 
 
-async def test_the_engine_answers_over_http() -> None:
+async def test_a_real_engine_serves_live_snapshots() -> None:
     backend = ToyBackend()
     await backend.start()
     app = create_app(make_settings(), backend, Metrics("toy"))

@@ -19,7 +19,7 @@ def status(url: str) -> tuple[int, str]:
     return answer.status_code, answer.json()["status"]
 
 
-def test_a_busy_loop_is_not_mistaken_for_a_dead_one() -> None:
+def test_a_blocked_event_loop_still_answers_probes_on_their_own_port() -> None:
     with live_server(**OWN_PORT) as server:
         wait_until(lambda: status(server.probe_url + "/readyz") == (200, "ready"))
         with server.held_up():
@@ -30,7 +30,7 @@ def test_a_busy_loop_is_not_mistaken_for_a_dead_one() -> None:
             assert status(server.probe_url + "/health") == (200, "healthy")
 
 
-def test_a_loop_that_does_not_turn_any_more_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_event_loop_that_is_stuck_is_reported_by_livez(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probes, "STUCK_AFTER_S", 2.0)
     with live_server(**OWN_PORT) as server:
         wait_until(lambda: status(server.probe_url + "/livez") == (200, "alive"))
@@ -41,7 +41,7 @@ def test_a_loop_that_does_not_turn_any_more_is_told(monkeypatch: pytest.MonkeyPa
         wait_until(lambda: status(server.probe_url + "/livez") == (200, "alive"))
 
 
-def test_they_say_what_the_server_says() -> None:
+def test_probes_follow_the_backends_health() -> None:
     backend = FakeBackend()
     with live_server(backend, **OWN_PORT) as server:
         wait_until(lambda: status(server.probe_url + "/health") == (200, "healthy"))
@@ -63,7 +63,7 @@ def test_a_server_whose_engine_can_not_be_restarted_is_not_alive() -> None:
                 wait_until(lambda url=url, expected=expected: status(url)[0] == expected)
 
 
-def test_nothing_else_is_there() -> None:
+def test_the_probe_port_serves_nothing_but_probes() -> None:
     with live_server(**OWN_PORT) as server:
         wait_until(lambda: status(server.probe_url + "/livez") == (200, "alive"))
         for path in ("/v1/models", "/metrics", "/", "/openapi.json"):
@@ -71,7 +71,7 @@ def test_nothing_else_is_there() -> None:
         assert httpx.post(server.probe_url + "/livez").status_code == 405
 
 
-def test_a_port_that_is_taken_is_told_by_its_setting() -> None:
+def test_a_probe_port_in_use_names_its_setting() -> None:
     with bind_probes(make_settings(**OWN_PORT)) as taken:
         taken.listen()
         port = taken.getsockname()[1]

@@ -69,7 +69,7 @@ async def test_recorded_requests_give_the_same_tokens(client: httpx.AsyncClient)
         assert len(found["choices"]) == fields["n"]
 
 
-async def test_a_difference_is_found(client: httpx.AsyncClient, tmp_path: Path) -> None:
+async def test_replay_finds_a_changed_token(client: httpx.AsyncClient, tmp_path: Path) -> None:
     request_id = await answered(client, ignore_eos=True)
     (path,) = (tmp_path / "recorded").iterdir()
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
@@ -96,7 +96,7 @@ async def test_old_recordings_are_deleted(client: httpx.AsyncClient, tmp_path: P
     assert (await replayed(client, last))["same"]
 
 
-def test_without_the_setting_one_line_says_how_to_record() -> None:
+def test_without_recording_replay_names_the_setting() -> None:
     with live_server() as server:
         done = CliRunner().invoke(cli, ["replay", "chatcmpl-1", "--url", server.url])
     assert done.exit_code != 0
@@ -104,7 +104,7 @@ def test_without_the_setting_one_line_says_how_to_record() -> None:
     assert done.output.strip().count("\n") == 0
 
 
-def test_the_first_difference() -> None:
+def test_first_difference_of_two_token_lists() -> None:
     assert first_difference([1, 2], [1, 2, 3]) is None
     assert first_difference([1, 2, 3], [1, 2]) == 2
     assert first_difference([1, 2, 3], [1, 5, 3]) == 1

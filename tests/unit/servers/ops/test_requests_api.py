@@ -66,7 +66,7 @@ def test_a_tenant_sees_its_own_requests_and_the_admin_all(tmp_path: Path) -> Non
         assert httpx.get(f"{url}?limit=0", headers=bearer(ours)).status_code == 400
 
 
-def test_a_flood_leaves_the_explanations_of_other_tenants(tmp_path: Path) -> None:
+def test_a_flood_does_not_evict_explanations_of_other_tenants(tmp_path: Path) -> None:
     keys_file = tmp_path / "keys.json"
     ours, theirs = (add_key(keys_file, name)[0] for name in ("ours", "theirs"))
     with live_server(server={"keys_file": keys_file}, requests={"keep": 4}) as live:
@@ -84,7 +84,9 @@ def test_a_flood_leaves_the_explanations_of_other_tenants(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("admin_key", [None, ADMIN])
-def test_decisions_are_shown_to_those_who_may_read_the_routes(admin_key: str | None) -> None:
+def test_routing_decisions_are_shown_only_to_keys_that_may_read_routes(
+    admin_key: str | None,
+) -> None:
     key = "client-key-0123456789abcdef"
     server = {"api_key": key, "admin_key": admin_key}
     with live_server(router(replica("a")), server=server) as live:
@@ -130,7 +132,7 @@ async def explained(client: httpx.AsyncClient) -> dict[str, Any]:
     return explanation
 
 
-async def test_the_engine_tells_what_happened(client: httpx.AsyncClient) -> None:
+async def test_the_explanation_contains_the_engines_timeline(client: httpx.AsyncClient) -> None:
     told = await explained(client)
     assert [each["finish_reason"] for each in told["choices"]] == ["length", "length"]
     assert {each["generated_tokens"] for each in told["choices"]} == {5}
@@ -144,7 +146,7 @@ async def test_the_engine_tells_what_happened(client: httpx.AsyncClient) -> None
     assert told["cause"] and told["explanation"]
 
 
-async def test_a_stop_string_does_not_hide_what_happened(client: httpx.AsyncClient) -> None:
+async def test_a_stop_string_does_not_hide_the_timeline(client: httpx.AsyncClient) -> None:
     body = {"model": "toy", "prompt": [1, 2, 3], "max_tokens": 20, "temperature": 0}
     body |= {"parse_special": False, "ignore_eos": True}
     whole = (await client.post("/v1/completions", json=body)).json()["choices"][0]["text"]
@@ -155,7 +157,7 @@ async def test_a_stop_string_does_not_hide_what_happened(client: httpx.AsyncClie
     assert len(told["choices"]) == 1 and told["cause"] != "backend", told
 
 
-def test_a_client_that_leaves_is_explained_too() -> None:
+def test_a_disconnected_request_is_explained() -> None:
     requests, notes = OpenRequests(0), RequestNotes()
     requests.leave("gone", notes)
     aborted = TokenDelta("gone", 0, finish_reason="abort", timeline=QUICK)
@@ -207,7 +209,7 @@ async def test_only_what_is_ending_is_waited_for() -> None:
     assert await history.find("x", "a") is running
 
 
-async def test_a_server_that_keeps_nothing_collects_nothing() -> None:
+async def test_a_server_that_keeps_no_requests_collects_no_timelines() -> None:
     with live_server(FakeBackend(), requests={"keep": 0}) as live:
         httpx.post(f"{live.url}/v1/chat/completions", json=chat())
         assert live.backend.requests[-1].context.notes is None

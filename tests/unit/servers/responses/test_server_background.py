@@ -77,7 +77,9 @@ def text_of(events: Any) -> str:
     return "".join(event.delta for event in events if event.type == "response.output_text.delta")
 
 
-def test_a_response_is_polled_and_continued(client: OpenAI, backend: StoppingBackend) -> None:
+def test_a_background_response_is_polled_and_continued(
+    client: OpenAI, backend: StoppingBackend
+) -> None:
     backend.prefill_s = 600
     made = ask(client, metadata={"a": "b"})
     assert (made.status, made.background, made.output) == ("queued", True, [])
@@ -103,7 +105,9 @@ def test_a_response_is_polled_and_continued(client: OpenAI, backend: StoppingBac
     assert backend.requests[-1].context.queue_timeout_s is not None
 
 
-def test_a_stream_goes_on_where_it_was_left(client: OpenAI, backend: StoppingBackend) -> None:
+def test_a_background_stream_resumes_after_a_sequence_number(
+    client: OpenAI, backend: StoppingBackend
+) -> None:
     backend.token_s = 0.05
     seen = []
     with ask(client, stream=True) as stream:
@@ -133,7 +137,7 @@ def test_a_stream_goes_on_where_it_was_left(client: OpenAI, backend: StoppingBac
     assert backend.num_cut_short == 0
 
 
-async def test_a_slow_reader_counts_like_a_quick_one() -> None:
+async def test_a_slow_reader_gets_every_event_separately() -> None:
     """Events that arrive while a write blocks are sent one by one."""
     sent: list[bytes] = []
     has_all = asyncio.Event()
@@ -158,7 +162,9 @@ async def test_a_slow_reader_counts_like_a_quick_one() -> None:
     assert b"".join(sent).count(b"event: response.output_text.delta") == 5
 
 
-def test_cancelled_twice_it_is_cancelled_once(client: OpenAI, backend: StoppingBackend) -> None:
+def test_cancelling_a_response_twice_cancels_it_once(
+    client: OpenAI, backend: StoppingBackend
+) -> None:
     backend.num_answers = 0
     made = ask(client)
     wait_until(lambda: backend.num_held == 1)
@@ -176,7 +182,7 @@ def test_cancelled_twice_it_is_cancelled_once(client: OpenAI, backend: StoppingB
         client.responses.cancel("resp_absent")
 
 
-def test_a_follower_learns_of_a_cancellation(
+def test_a_streaming_follower_sees_the_cancellation(
     client: OpenAI, backend: StoppingBackend, server: LiveServer
 ) -> None:
     backend.num_answers = 0
@@ -197,7 +203,9 @@ def test_a_deleted_response_stays_deleted(client: OpenAI, backend: StoppingBacke
         client.responses.retrieve(made.id)
 
 
-def test_a_failure_is_the_responses(client: OpenAI, backend: StoppingBackend) -> None:
+def test_an_engine_failure_becomes_the_responses_error(
+    client: OpenAI, backend: StoppingBackend
+) -> None:
     backend.failure, backend.fail_after = InferenceError("Not finite."), 2
     response = ended(client, ask(client).id)
     assert response.status == "failed"
@@ -206,7 +214,9 @@ def test_a_failure_is_the_responses(client: OpenAI, backend: StoppingBackend) ->
         list(ask(client, stream=True))
 
 
-def test_with_a_conversation_and_tools(client: OpenAI, backend: StoppingBackend) -> None:
+def test_a_background_response_uses_conversation_and_tools(
+    client: OpenAI, backend: StoppingBackend
+) -> None:
     conversation = client.conversations.create()
     backend.script = call_script(("get", "{}"))
     tool = {"type": "function", "name": "get", "parameters": {}, "strict": False}
@@ -216,7 +226,7 @@ def test_with_a_conversation_and_tools(client: OpenAI, backend: StoppingBackend)
     assert kinds == ["function_call", "message"]
 
 
-def test_what_is_refused(client: OpenAI, backend: StoppingBackend) -> None:
+def test_invalid_background_requests_are_refused(client: OpenAI, backend: StoppingBackend) -> None:
     for fields, match in (
         ({"store": False}, "background: needs the stored response"),
         ({"input": "x " * 5000}, "maximum context length"),  # before it is queued
@@ -232,7 +242,7 @@ def test_what_is_refused(client: OpenAI, backend: StoppingBackend) -> None:
         client.responses.retrieve(polled.id, extra_query={"starting_after": 3})
 
 
-def test_it_counts_among_the_admitted_requests(tmp_path: Path) -> None:
+def test_background_responses_count_towards_admission(tmp_path: Path) -> None:
     backend, limits = stopping_after(0), {"max_concurrent_requests": 2}
     with live_server(backend, storage={"path": tmp_path}, server=limits) as server:
         client = client_of(server)
@@ -243,7 +253,7 @@ def test_it_counts_among_the_admitted_requests(tmp_path: Path) -> None:
         ask(client)
 
 
-def test_only_the_owner_sees_it(tmp_path: Path) -> None:
+def test_a_background_response_is_visible_only_to_its_owner(tmp_path: Path) -> None:
     first, second = (add_key(tmp_path / "keys.json", tenant)[0] for tenant in ("alice", "bob"))
     settings = {"keys_file": tmp_path / "keys.json"}
     with live_server(stopping_after(0), storage={"path": tmp_path}, server=settings) as server:
@@ -257,7 +267,7 @@ def test_only_the_owner_sees_it(tmp_path: Path) -> None:
         assert client_of(server, first).responses.cancel(made.id).status == "cancelled"
 
 
-def test_a_stopped_server_fails_what_it_has_not_finished(tmp_path: Path) -> None:
+def test_unfinished_background_responses_fail_when_the_server_stops(tmp_path: Path) -> None:
     storage = {"path": tmp_path}
     with live_server(stopping_after(1), storage=storage) as server:
         with ask(client_of(server), stream=True) as stream:
@@ -272,7 +282,7 @@ def test_a_stopped_server_fails_what_it_has_not_finished(tmp_path: Path) -> None
             assert text_of(stream) == TEXT
 
 
-def test_a_killed_servers_response_has_failed(tmp_path: Path) -> None:
+def test_a_background_response_of_a_killed_server_has_failed(tmp_path: Path) -> None:
     """The lock of a server tells other servers whether it still runs."""
     storage = {"path": tmp_path}
     with live_server(storage=storage) as server:
@@ -296,7 +306,7 @@ def test_a_killed_servers_response_has_failed(tmp_path: Path) -> None:
         assert not (tmp_path / "responses-another.lock").exists()
 
 
-def test_a_broken_storage_refuses_it(tmp_path: Path) -> None:
+def test_a_broken_storage_refuses_background_responses(tmp_path: Path) -> None:
     broken = tmp_path / "file"
     broken.write_text("not a directory")
     with live_server(storage={"path": broken}) as server:

@@ -53,7 +53,7 @@ def prompt(backend: FakeBackend) -> list[str]:
     return [message["content"] for message in request.messages]
 
 
-def test_a_conversation_and_its_metadata(client: OpenAI) -> None:
+def test_a_conversation_is_created_updated_and_deleted(client: OpenAI) -> None:
     made = client.conversations.create(metadata={"a": "b"})
     assert (made.object, made.metadata) == ("conversation", {"a": "b"})
     assert client.conversations.retrieve(made.id) == made
@@ -68,7 +68,7 @@ def test_a_conversation_and_its_metadata(client: OpenAI) -> None:
         client.responses.retrieve(made.id)  # it is no response
 
 
-def test_items_by_pages_and_one_by_one(client: OpenAI) -> None:
+def test_conversation_items_are_listed_in_pages_and_retrieved(client: OpenAI) -> None:
     made = client.conversations.create(items=[said("m0"), said("m1", "assistant")])
     added = client.conversations.items.create(made.id, items=[said(f"m{i}") for i in (2, 3, 4)])
     assert len(added.data) == 3 and not added.has_more
@@ -115,7 +115,7 @@ def test_a_response_continues_and_extends_a_conversation(
     assert counted.input_tokens > 20
 
 
-def test_an_item_is_in_a_conversation_once(client: OpenAI, backend: FakeBackend) -> None:
+def test_an_item_is_added_to_a_conversation_once(client: OpenAI, backend: FakeBackend) -> None:
     made = client.conversations.create(items=[said("a")])
     first = client.responses.create(model=MODEL, input="b", conversation=made.id)
     old: Any = first.output[0].model_dump(exclude_none=True)
@@ -141,14 +141,16 @@ def test_an_item_is_in_a_conversation_once(client: OpenAI, backend: FakeBackend)
         ({"conversation": "resp_absent"}, "There is no conversation 'resp_absent'"),
     ],
 )
-def test_what_is_refused(client: OpenAI, fields: dict[str, Any], match: str) -> None:
+def test_invalid_conversation_references_are_refused(
+    client: OpenAI, fields: dict[str, Any], match: str
+) -> None:
     with pytest.raises(openai.APIStatusError, match=match) as caught:
         client.responses.create(model=MODEL, input="a", **fields)
     assert caught.value.status_code in (400, 404)
     assert str(caught.value.body["param"]).startswith("conversation")  # type: ignore[index]
 
 
-def test_bounds(client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conversation_items_are_bounded(client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(openai.BadRequestError, match="at most 20 items"):
         client.conversations.create(items=[said("a")] * 21)
     monkeypatch.setattr(module, "MAX_ITEMS", 3)
@@ -165,7 +167,7 @@ def test_bounds(client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
         client.conversations.items.create(small.id, items=[said("x" * 2000)])
 
 
-def test_it_is_its_owners_survives_a_restart_and_makes_room(tmp_path: Path) -> None:
+def test_conversations_are_private_survive_a_restart_and_are_bounded(tmp_path: Path) -> None:
     storage = {"path": tmp_path, "max_responses": 4}
     with live_server(storage=storage, server={"api_key": KEY}) as server:
         made = client_of(server, KEY).conversations.create(items=[said("a secret")])

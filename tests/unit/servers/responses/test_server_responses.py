@@ -38,7 +38,7 @@ async def client(backend: FakeBackend, tmp_path: Path) -> AsyncIterator[httpx.As
         yield client
 
 
-async def test_a_whole_response(client: httpx.AsyncClient) -> None:
+async def test_a_response_body_has_openais_shape(client: httpx.AsyncClient) -> None:
     body = await create(
         client, instructions="be kind", metadata={"a": "b"}, temperature=0.5, max_output_tokens=50
     )
@@ -75,7 +75,7 @@ async def test_a_whole_response(client: httpx.AsyncClient) -> None:
     assert {name: body[name] for name in echoed} == echoed
 
 
-async def test_an_answer_that_is_cut_off_is_incomplete(client: httpx.AsyncClient) -> None:
+async def test_a_truncated_response_is_incomplete(client: httpx.AsyncClient) -> None:
     body = await create(client, max_output_tokens=2)
     assert body["status"] == "incomplete"
     assert body["incomplete_details"] == {"reason": "max_output_tokens"}
@@ -85,7 +85,7 @@ async def test_an_answer_that_is_cut_off_is_incomplete(client: httpx.AsyncClient
     assert (last["type"], last["response"]["status"]) == ("response.incomplete", "incomplete")
 
 
-async def test_other_servers_limits_are_refused_with_the_name_to_send(
+async def test_max_tokens_names_of_other_servers_are_refused_with_max_output_tokens(
     client: httpx.AsyncClient,
 ) -> None:
     """-1 means no limit to llama.cpp and Ollama, which is a number that bodies can't have."""
@@ -95,7 +95,7 @@ async def test_other_servers_limits_are_refused_with_the_name_to_send(
         assert "max_output_tokens" in response.json()["error"]["message"]
 
 
-async def test_the_events_of_a_text(client: httpx.AsyncClient) -> None:
+async def test_a_text_response_streams_its_events_in_order(client: httpx.AsyncClient) -> None:
     events = await stream(client)
     assert [event["type"].removeprefix("response.") for event in events] == [
         "created",
@@ -119,7 +119,9 @@ async def test_the_events_of_a_text(client: httpx.AsyncClient) -> None:
     assert final["usage"]["output_tokens"] == 6
 
 
-async def test_text_then_calls(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+async def test_a_response_has_text_before_function_calls(
+    client: httpx.AsyncClient, backend: FakeBackend
+) -> None:
     backend.script = call_script(("get_time", '{"zone":"utc"}'), ("get_time", ""), said="Well")
     events = await stream(client, tools=[TOOL])
     output = events[-1]["response"]["output"]
@@ -144,7 +146,7 @@ async def test_text_then_calls(client: httpx.AsyncClient, backend: FakeBackend) 
     assert [item["type"] for item in whole["output"]] == [item["type"] for item in output]
 
 
-async def test_reasoning_is_an_item_of_its_own(
+async def test_reasoning_is_a_separate_output_item(
     client: httpx.AsyncClient, backend: FakeBackend
 ) -> None:
     backend.script = reasoning_script(["Hm", ", yes"], ["It", " is."])
@@ -169,7 +171,7 @@ async def test_reasoning_is_an_item_of_its_own(
     ]
 
 
-async def test_no_text_at_all_is_an_empty_message(
+async def test_a_response_without_text_has_an_empty_message(
     client: httpx.AsyncClient, backend: FakeBackend
 ) -> None:
     backend.script = [TextEvent(0, "", 1), FinishEvent(0, "stop")]
@@ -177,7 +179,7 @@ async def test_no_text_at_all_is_an_empty_message(
     assert body["output"][0]["content"][0]["text"] == ""
 
 
-async def test_a_call_that_is_cut_off_keeps_what_there_is(
+async def test_a_truncated_function_call_is_incomplete_and_keeps_its_arguments(
     client: httpx.AsyncClient, backend: FakeBackend
 ) -> None:
     backend.script = [
@@ -195,7 +197,9 @@ async def test_a_call_that_is_cut_off_keeps_what_there_is(
 @pytest.mark.parametrize(
     "fields", [{"top_logprobs": 2}, {"include": ["message.output_text.logprobs"]}]
 )
-async def test_logprobs(client: httpx.AsyncClient, fields: dict[str, Any]) -> None:
+async def test_response_logprobs_are_returned_if_requested(
+    client: httpx.AsyncClient, fields: dict[str, Any]
+) -> None:
     events = await stream(client, **fields)
     part = events[-1]["response"]["output"][0]["content"][0]
     assert [entry["token"] for entry in part["logprobs"]][:2] == ["Hello", " from"]
@@ -204,7 +208,7 @@ async def test_logprobs(client: httpx.AsyncClient, fields: dict[str, Any]) -> No
     assert [entry for event in deltas for entry in event["logprobs"]] == part["logprobs"]
 
 
-async def test_logprobs_of_reasoning_are_not_the_messages(
+async def test_logprobs_of_reasoning_are_not_in_the_message(
     client: httpx.AsyncClient, backend: FakeBackend
 ) -> None:
     def token(text: str, shown: str = "") -> TextEvent:
@@ -232,7 +236,7 @@ async def test_logprobs_of_reasoning_are_not_the_messages(
         (ValueError("a secret"), "server_error"),
     ],
 )
-async def test_a_stream_that_fails(
+async def test_a_stream_that_fails_ends_with_an_error_event(
     client: httpx.AsyncClient, backend: FakeBackend, error: Exception, code: str
 ) -> None:
     backend.failure, backend.fail_after = error, 3
@@ -245,7 +249,9 @@ async def test_a_stream_that_fails(
     assert failed["response"]["error"]["code"] == code
 
 
-async def test_a_refusal_is_an_http_error(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+async def test_a_refused_response_is_an_http_error(
+    client: httpx.AsyncClient, backend: FakeBackend
+) -> None:
     backend.refusal = InvalidRequestError("Too long.", code="context_length_exceeded")
     for streamed in (False, True):
         response = await client.post("/v1/responses", json=ask(stream=streamed))

@@ -73,7 +73,9 @@ async def test_a_response_expires_unless_its_conversation_goes_on(
         assert connection.execute("SELECT id FROM responses").fetchall() == [("resp_new",)]
 
 
-async def test_number_and_size_are_bounded(make_store: MakeStore, clock: Clock) -> None:
+async def test_number_and_size_of_stored_responses_are_bounded(
+    make_store: MakeStore, clock: Clock
+) -> None:
     store = make_store(max_responses=4, max_size_mb=1)
     for name in "abcd":
         clock.now += 1
@@ -95,7 +97,7 @@ async def test_number_and_size_are_bounded(make_store: MakeStore, clock: Clock) 
     assert await kept(store, "after", "last", "bigger") == ["after", "last"]
 
 
-async def test_a_conversation_is_bounded(
+async def test_the_length_of_a_stored_conversation_is_bounded(
     make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = make_store()

@@ -98,7 +98,7 @@ async def client(backend: FakeBackend, tmp_path: Path) -> AsyncIterator[httpx.As
         ),
     ],
 )
-async def test_items_as_messages(
+async def test_input_items_become_chat_messages(
     client: httpx.AsyncClient, backend: FakeBackend, given: Any, messages: list[dict[str, Any]]
 ) -> None:
     await create(client, input=given)
@@ -108,7 +108,7 @@ async def test_items_as_messages(
     assert list(asked(backend).messages) == [system, *messages]
 
 
-async def test_an_answers_items_can_be_sent_back(
+async def test_output_items_can_be_sent_back_as_input(
     client: httpx.AsyncClient, backend: FakeBackend
 ) -> None:
     backend.script = [
@@ -122,7 +122,9 @@ async def test_an_answers_items_can_be_sent_back(
     assert asked(backend).messages[1]["reasoning_content"] == "hm"
 
 
-async def test_tools_and_choices(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+async def test_response_tools_and_tool_choice_are_parsed(
+    client: httpx.AsyncClient, backend: FakeBackend
+) -> None:
     other = TOOL | {"name": "other"}
     cases: list[tuple[Any, ToolChoice, int]] = [
         (None, ToolChoice("auto"), 2),
@@ -149,7 +151,9 @@ async def test_tools_and_choices(client: httpx.AsyncClient, backend: FakeBackend
     assert not asked(backend).parallel_tool_calls
 
 
-async def test_text_format(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+async def test_text_format_becomes_a_grammar(
+    client: httpx.AsyncClient, backend: FakeBackend
+) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     flat = {"type": "json_schema", "name": "thing", "schema": schema, "strict": True}
     body = await create(client, text={"format": flat})
@@ -165,7 +169,7 @@ async def test_text_format(client: httpx.AsyncClient, backend: FakeBackend) -> N
     assert asked(backend).context.grammar is None
 
 
-async def test_a_cache_key_does_not_keep_prefixes_apart(
+async def test_prompt_cache_key_does_not_separate_prefixes(
     client: httpx.AsyncClient, backend: FakeBackend
 ) -> None:
     """It is a hint for more cached tokens; conversations that begin alike still share."""
@@ -194,7 +198,7 @@ async def test_a_cache_key_does_not_keep_prefixes_apart(
         ({"max_tool_calls": 3, "user": "u", "safety_identifier": "s"}, []),
     ],
 )
-async def test_what_cannot_be_followed_is_warned_of_and_refused_when_strict(
+async def test_unsupported_response_fields_are_warned_about_and_refused_if_strict(
     backend: FakeBackend, tmp_path: Path, fields: dict[str, Any], warned: list[str]
 ) -> None:
     async with client_of(app_over(backend, tmp_path)) as client:
@@ -208,7 +212,7 @@ async def test_what_cannot_be_followed_is_warned_of_and_refused_when_strict(
         assert response.status_code == (400 if warned else 200), response.text
 
 
-async def test_tools_that_cannot_run_are_left_out(
+async def test_unsupported_tool_types_are_dropped(
     client: httpx.AsyncClient, backend: FakeBackend
 ) -> None:
     body = await create(client, tools=[WEB_SEARCH, TOOL, NAMESPACE])
@@ -218,7 +222,7 @@ async def test_tools_that_cannot_run_are_left_out(
     assert asked(backend).tools == () and asked(backend).tool_choice == ToolChoice("none")
 
 
-async def test_no_effort_turns_thinking_off(
+async def test_reasoning_effort_none_turns_thinking_off(
     client: httpx.AsyncClient, backend: FakeBackend
 ) -> None:
     await create(client, reasoning={"effort": "none"})
@@ -267,7 +271,7 @@ async def test_no_effort_turns_thinking_off(
         ),
     ],
 )
-async def test_refused_by_name(
+async def test_unsupported_response_fields_are_refused_by_name(
     client: httpx.AsyncClient, fields: dict[str, Any], param: str
 ) -> None:
     response = await client.post("/v1/responses", json=ask(**fields))
@@ -275,7 +279,7 @@ async def test_refused_by_name(
     assert response.json()["error"]["param"].startswith(param)
 
 
-async def test_what_the_model_cannot_do_is_refused(
+async def test_response_features_that_the_model_lacks_are_refused(
     client: httpx.AsyncClient, backend: FakeBackend
 ) -> None:
     backend.set_card(capabilities=("chat",))
@@ -288,7 +292,7 @@ async def test_what_the_model_cannot_do_is_refused(
     assert "emulated" in response.headers["x-engine-warnings"]
 
 
-async def test_counting_tokens(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+async def test_input_tokens_are_counted(client: httpx.AsyncClient, backend: FakeBackend) -> None:
     fields = {"input": "one two three", "instructions": "be kind", "tools": [TOOL]}
     response = await client.post("/v1/responses/input_tokens", json=fields)
     assert response.status_code == 200, response.text

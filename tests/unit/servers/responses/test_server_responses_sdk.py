@@ -47,7 +47,9 @@ def messages_of(backend: FakeBackend) -> list[str]:
     return [message["content"] for message in request.messages]
 
 
-def test_create_read_continue_and_delete(client: OpenAI, backend: FakeBackend) -> None:
+def test_sdk_creates_reads_continues_and_deletes_a_response(
+    client: OpenAI, backend: FakeBackend
+) -> None:
     first = client.responses.create(model=MODEL, input="hi", metadata={"a": "b"})
     assert first.output_text == TEXT
     assert first.usage is not None
@@ -64,7 +66,7 @@ def test_create_read_continue_and_delete(client: OpenAI, backend: FakeBackend) -
         client.responses.cancel(second.id)
 
 
-def test_the_plain_stream(client: OpenAI) -> None:
+def test_sdk_stream_events_join_to_the_response(client: OpenAI) -> None:
     with client.responses.create(model=MODEL, input="hi", stream=True) as stream:
         events = list(stream)
     assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == TEXT
@@ -74,7 +76,9 @@ def test_the_plain_stream(client: OpenAI) -> None:
     assert last.response.output_text == TEXT
 
 
-def test_the_stream_helper_with_tools_and_reasoning(client: OpenAI, backend: FakeBackend) -> None:
+def test_sdk_stream_helper_handles_tools_and_reasoning(
+    client: OpenAI, backend: FakeBackend
+) -> None:
     tool = openai.pydantic_function_tool(Point)["function"]
     flat = {
         "type": "function",
@@ -107,7 +111,7 @@ def test_the_stream_helper_with_tools_and_reasoning(client: OpenAI, backend: Fak
     assert messages_of(backend) == ["where?", "Here:", "done"]
 
 
-def test_parsed_output_and_its_way_back(client: OpenAI, backend: FakeBackend) -> None:
+def test_sdk_parsed_output_can_be_sent_back(client: OpenAI, backend: FakeBackend) -> None:
     backend.words = ('{"x"', ": 3}")
     response = client.responses.parse(model=MODEL, input="a point", text_format=Point)
     assert response.output_parsed == Point(x=3)
@@ -118,7 +122,7 @@ def test_parsed_output_and_its_way_back(client: OpenAI, backend: FakeBackend) ->
     assert messages_of(backend) == ['{"x": 3}', "again"]
 
 
-def test_a_failing_stream_raises(client: OpenAI, backend: FakeBackend) -> None:
+def test_sdk_raises_for_a_failing_stream(client: OpenAI, backend: FakeBackend) -> None:
     backend.failure, backend.fail_after = InferenceError("Not finite."), 2
     with (
         client.responses.create(model=MODEL, input="hi", stream=True) as stream,
@@ -127,7 +131,7 @@ def test_a_failing_stream_raises(client: OpenAI, backend: FakeBackend) -> None:
         list(stream)
 
 
-def test_a_client_that_leaves_stops_the_work(
+def test_a_client_disconnect_stops_the_response(
     client: OpenAI, backend: FakeBackend, server: LiveServer
 ) -> None:
     backend.words, backend.token_s = ("x",) * 1000, 0.05
@@ -140,7 +144,7 @@ def test_a_client_that_leaves_stops_the_work(
         client.responses.retrieve(created.response.id)
 
 
-def test_counting(client: OpenAI) -> None:
+def test_sdk_counts_input_tokens(client: OpenAI) -> None:
     counted = client.responses.input_tokens.count(model=MODEL, input="one two three")
     assert counted.input_tokens > 0
 
@@ -169,7 +173,7 @@ def test_a_conversation_is_compacted_and_goes_on(client: OpenAI, backend: FakeBa
     assert [each.type for each in listed] == ["compaction", "message"]
 
 
-def test_a_last_question_is_compacted_with_the_rest(client: OpenAI, backend: FakeBackend) -> None:
+def test_the_last_question_is_compacted_with_the_rest(client: OpenAI, backend: FakeBackend) -> None:
     client.responses.compact(model=MODEL, input="a question", instructions="be kind")
     (_, last) = messages_of(backend)
     assert last.startswith("a question\n\nSummarize")

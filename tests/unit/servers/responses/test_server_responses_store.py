@@ -67,7 +67,7 @@ def messages_of(backend: FakeBackend) -> list[dict[str, Any]]:
     return list(request.messages)
 
 
-async def test_each_turn_begins_with_the_messages_of_the_one_before(
+async def test_previous_response_id_continues_with_all_earlier_messages(
     client: httpx.AsyncClient, backend: FakeBackend
 ) -> None:
     previous: str | None = None
@@ -81,7 +81,7 @@ async def test_each_turn_begins_with_the_messages_of_the_one_before(
         previous = body["id"]
 
 
-async def test_every_turn_of_a_conversation_is_kept_as_long_as_its_last(
+async def test_earlier_responses_live_as_long_as_the_last_of_their_conversation(
     client: httpx.AsyncClient, tmp_path: Path
 ) -> None:
     previous: str | None = None
@@ -110,7 +110,7 @@ async def test_a_conversation_can_branch(client: httpx.AsyncClient, backend: Fak
         assert [message["content"] for message in messages_of(backend)[::2]] == ["a", text]
 
 
-async def test_calls_are_answered_in_the_next_turn(
+async def test_function_calls_are_answered_in_the_next_response(
     client: httpx.AsyncClient, backend: FakeBackend
 ) -> None:
     backend.script = call_script(("get", '{"a":1}'), ("get", '{"a":2}'))
@@ -125,7 +125,7 @@ async def test_calls_are_answered_in_the_next_turn(
     assert len(messages_of(backend)[1]["tool_calls"]) == 2
 
 
-async def test_a_streamed_response_is_stored_before_its_end_is_told(
+async def test_a_streamed_response_is_stored_before_its_last_event(
     client: httpx.AsyncClient,
 ) -> None:
     request = {"model": MODEL, "input": "hi", "stream": True}
@@ -134,7 +134,9 @@ async def test_a_streamed_response_is_stored_before_its_end_is_told(
     assert (await client.get(f"/v1/responses/{told['id']}")).json() == told
 
 
-async def test_read_delete_and_what_is_left(client: httpx.AsyncClient) -> None:
+async def test_a_response_is_read_and_deleted_and_its_successors_stay(
+    client: httpx.AsyncClient,
+) -> None:
     first = await create(client, "a")
     second = await create(client, "b", previous_response_id=first["id"])
     third = await create(client, "c", previous_response_id=second["id"])
@@ -154,7 +156,9 @@ async def test_read_delete_and_what_is_left(client: httpx.AsyncClient) -> None:
 
 
 @pytest.mark.parametrize("previous", ["resp_none", "resp_" + "x" * 100, "'; DROP TABLE responses"])
-async def test_an_unknown_previous_response(client: httpx.AsyncClient, previous: str) -> None:
+async def test_an_unknown_previous_response_is_404(
+    client: httpx.AsyncClient, previous: str
+) -> None:
     request = {"model": MODEL, "input": "a", "previous_response_id": previous}
     response = await client.post("/v1/responses", json=request)
     assert response.status_code == 404
@@ -194,7 +198,9 @@ async def test_a_conversation_survives_a_restart(backend: FakeBackend, tmp_path:
     assert [message["content"] for message in messages_of(backend)[::2]] == ["a", "b"]
 
 
-async def test_what_is_not_stored(backend: FakeBackend, tmp_path: Path) -> None:
+async def test_unstored_and_failed_responses_are_not_kept(
+    backend: FakeBackend, tmp_path: Path
+) -> None:
     async with serving(backend, tmp_path / "unused") as client:
         body = await create(client, "a", store=False)
         assert body["store"] is False
@@ -209,7 +215,7 @@ async def test_what_is_not_stored(backend: FakeBackend, tmp_path: Path) -> None:
         assert connection.execute("SELECT count(*) FROM responses").fetchone() == (0,)
 
 
-async def test_input_items_by_pages(client: httpx.AsyncClient) -> None:
+async def test_input_items_are_listed_in_pages(client: httpx.AsyncClient) -> None:
     items = [{"role": "user", "content": f"m{i}"} for i in range(5)]
     body = await create(client, items)
     path = f"/v1/responses/{body['id']}/input_items"
@@ -246,14 +252,18 @@ async def test_input_items_by_pages(client: httpx.AsyncClient) -> None:
         ("/input_items?limit=1&limit=2", "limit"),
     ],
 )
-async def test_queries_that_are_refused(client: httpx.AsyncClient, path: str, param: str) -> None:
+async def test_invalid_list_queries_are_refused(
+    client: httpx.AsyncClient, path: str, param: str
+) -> None:
     body = await create(client, "a")
     response = await client.get(f"/v1/responses/{body['id']}{path}")
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] == param
 
 
-async def test_what_is_always_there_may_be_asked_for(client: httpx.AsyncClient) -> None:
+async def test_include_parameters_are_accepted_for_stored_responses(
+    client: httpx.AsyncClient,
+) -> None:
     body = await create(client, "a")
     for name in ("include", "include[]"):
         for path in ("", "/input_items"):
@@ -261,14 +271,16 @@ async def test_what_is_always_there_may_be_asked_for(client: httpx.AsyncClient) 
             assert (await client.get(url)).status_code == 200
 
 
-async def test_only_background_work_can_be_cancelled(client: httpx.AsyncClient) -> None:
+async def test_only_background_responses_can_be_cancelled(client: httpx.AsyncClient) -> None:
     body = await create(client, "a")
     response = await client.post(f"/v1/responses/{body['id']}/cancel")
     assert response.status_code == 400
     assert "background" in response.json()["error"]["message"]
 
 
-async def test_references_to_stored_items(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+async def test_item_references_resolve_to_stored_items(
+    client: httpx.AsyncClient, backend: FakeBackend
+) -> None:
     first = await create(client, [{"role": "user", "content": "a"}])
     listed = (await client.get(f"/v1/responses/{first['id']}/input_items")).json()["data"]
     references = [
@@ -287,7 +299,9 @@ async def test_references_to_stored_items(client: httpx.AsyncClient, backend: Fa
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_a_broken_storage(backend: FakeBackend, tmp_path: Path, streamed: bool) -> None:
+async def test_a_broken_storage_fails_only_requests_that_need_it(
+    backend: FakeBackend, tmp_path: Path, streamed: bool
+) -> None:
     """Only those requests fail that cannot do without it."""
     broken = tmp_path / "file"
     broken.write_text("not a directory")
@@ -309,7 +323,7 @@ async def test_a_broken_storage(backend: FakeBackend, tmp_path: Path, streamed: 
         assert (await client.post("/v1/responses", json=request)).status_code == 503
 
 
-async def test_a_disk_that_fills_up_during_the_answer(
+async def test_a_disk_that_fills_up_during_the_answer_fails_the_response(
     backend: FakeBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def fails(*args: object) -> None:

@@ -56,7 +56,7 @@ def turn_until_begun(engine: ToyEngine) -> None:
     raise AssertionError("the request did not begin")
 
 
-def test_a_request_is_told_when_its_first_step_starts_and_only_once() -> None:
+def test_the_begin_event_is_sent_once_when_the_first_step_starts() -> None:
     engine = ToyEngine(max_slots=1, budget=8)
     send(engine, "first", [1, 2, 3])
     engine.loop.turn(0.0)
@@ -70,7 +70,7 @@ def test_a_request_is_told_when_its_first_step_starts_and_only_once() -> None:
     assert begins(engine) == ["second"]
 
 
-def test_a_request_with_several_choices_is_told_once() -> None:
+def test_a_request_with_several_choices_begins_once() -> None:
     engine = ToyEngine(budget=8, num_blocks=256)
     send(engine, "many", LONG, n=3)
     for _ in range(40):
@@ -78,7 +78,7 @@ def test_a_request_with_several_choices_is_told_once() -> None:
     assert begins(engine) == ["many"]
 
 
-def test_a_preempted_request_is_not_told_again() -> None:
+def test_a_preempted_request_does_not_begin_again() -> None:
     engine = ToyEngine(budget=8)
     send(engine, "long", LONG)
     turn_until_begun(engine)
@@ -99,7 +99,7 @@ async def served(backend: InferenceBackend, **server: Any) -> AsyncIterator[http
 
 @pytest.mark.parametrize("fields", [{}, {"n": 2}, {"prompt": [[1, 2], [3, 4]]}])
 @pytest.mark.parametrize("is_routed", [False, True])
-async def test_a_stream_that_waited_too_long_for_its_turn_is_refused_by_status(
+async def test_a_stream_that_exceeds_its_queue_timeout_is_refused_with_a_status(
     is_routed: bool, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sse, "ACCEPT_WAIT_S", 0.0)
@@ -127,7 +127,7 @@ def hog(request_id: str) -> CompletionRequest:
     return CompletionRequest(context=context, prompt=(1, 2, 3))
 
 
-async def test_a_replicas_refusal_of_a_waiting_stream_is_retried_at_another(
+async def test_a_replicas_refusal_of_a_waiting_stream_is_retried_on_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sse, "ACCEPT_WAIT_S", 0.0)

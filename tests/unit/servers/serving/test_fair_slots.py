@@ -18,7 +18,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def test_a_flood_leaves_slots_to_another_tenant() -> None:
+async def test_a_flood_leaves_fair_slots_to_another_tenant() -> None:
     slots = FairSlots(16)
     many = flood(slots, "a", 100)
     await settle()
@@ -32,7 +32,7 @@ async def test_a_flood_leaves_slots_to_another_tenant() -> None:
         each.cancel()
 
 
-async def test_a_waiting_task_that_was_cancelled_keeps_no_slot() -> None:
+async def test_a_cancelled_waiter_keeps_no_slot() -> None:
     slots = FairSlots(1)
     await slots.acquire("a")
     waiting, late = flood(slots, "b", 2)

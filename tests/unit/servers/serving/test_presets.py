@@ -61,7 +61,7 @@ async def ask(client: httpx.AsyncClient, path: str, **body: Any) -> None:
     assert response.status_code == 200, response.text
 
 
-async def test_what_a_request_leaves_out_comes_from_the_preset(client, backend):
+async def test_omitted_parameters_come_from_the_preset(client, backend):
     hello = [{"role": "user", "content": "Hello"}]
     await ask(client, "/v1/chat/completions", messages=hello, temperature=None)
     await ask(client, "/v1/messages", messages=hello, max_tokens=3)
@@ -74,7 +74,7 @@ async def test_what_a_request_leaves_out_comes_from_the_preset(client, backend):
         assert request.template_options == {"enable_thinking": False}
 
 
-async def test_what_a_request_sets_wins(client, backend):
+async def test_parameters_of_a_request_override_the_preset(client, backend):
     messages = [{"role": "system", "content": "Be long."}, {"role": "user", "content": "Hello"}]
     own = {"temperature": 0, "top_k": 0, "stop": "\n", "max_tokens": 9}
     own |= {"chat_template_kwargs": {"enable_thinking": True}}
@@ -90,7 +90,7 @@ async def test_what_a_request_sets_wins(client, backend):
     assert (params.temperature, params.top_k, params.max_tokens) == (1.5, 7, 16)
 
 
-async def test_other_models_have_no_preset(client, backend):
+async def test_a_preset_applies_only_to_its_model(client, backend):
     backend.set_card(id="other")
     await ask(
         client, "/v1/chat/completions", model="other", messages=[{"role": "user", "content": "a"}]
@@ -99,7 +99,7 @@ async def test_other_models_have_no_preset(client, backend):
     assert request.context.params.temperature == 1.0 and len(request.messages) == 1
 
 
-def test_a_preset_can_name_what_is_loaded(tmp_path):
+def test_a_preset_name_selects_its_model(tmp_path):
     text = '[presets.mario]\nmodel = "smollm2-135m-instruct"\nsystem = "You are Mario."\n'
     settings = load(tmp_path, text, model__model_path="mario")
     assert (settings.model.model_path, settings.model.name) == ("smollm2-135m-instruct", "mario")
@@ -108,7 +108,7 @@ def test_a_preset_can_name_what_is_loaded(tmp_path):
     assert plain.model.name is None and preset_of(plain) is None
 
 
-def test_a_template_is_text_or_a_file_beside_the_configuration(tmp_path):
+def test_a_preset_template_is_text_or_a_file_beside_the_config(tmp_path):
     (tmp_path / "plain.jinja").write_text("{{ messages }}")
     for template in ("plain.jinja", "{{ messages }}"):
         settings = load(tmp_path, f'[presets.m]\ntemplate = "{template}"\n')
@@ -127,7 +127,7 @@ def test_a_template_is_text_or_a_file_beside_the_configuration(tmp_path):
         ("[presets.b]\nmodel = 'x'\n[backends.b]\nkind = 'native'\n", "presets.b.model"),
     ],
 )
-def test_mistakes_are_named(tmp_path, text, told):
+def test_invalid_presets_are_refused_with_the_reason(tmp_path, text, told):
     with pytest.raises(ConfigError, match=told):
         load(tmp_path, text)
 
@@ -153,7 +153,7 @@ def test_the_library_uses_the_preset_where_no_parameters_are_given(llm):
     assert output.usage.completion_tokens == 9 and written(output.prompt_token_ids) == "iabc"
 
 
-def test_a_preset_has_every_number_of_a_request_with_its_bounds():
+def test_presets_have_the_same_numeric_bounds_as_requests():
     """A field of requests that is a number is also a preset's, or is named here."""
     own = {"n", "min_tokens", "priority", "truncate_prompt_tokens", "id_slot"}
     table = ParametersTable.model_json_schema()["properties"]

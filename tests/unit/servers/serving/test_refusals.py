@@ -90,7 +90,7 @@ async def test_a_refusal_is_an_http_status_in_every_dialect(
 
 
 @pytest.mark.parametrize("path", ROUTES)
-async def test_a_refusal_after_a_long_wait_for_its_turn_is_an_http_status_in_every_dialect(
+async def test_a_refusal_after_a_long_queue_time_is_an_http_status_in_every_dialect(
     client: httpx.AsyncClient, backend: FakeBackend, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sse, "ACCEPT_WAIT_S", 0.0)
@@ -106,7 +106,7 @@ async def test_a_refusal_after_a_long_wait_for_its_turn_is_an_http_status_in_eve
 
 
 @pytest.mark.parametrize("path", [each for each in ROUTES if each != UNSTREAMED])
-async def test_nothing_is_sent_before_the_turn_of_a_stream_and_its_headers_at_once_after(
+async def test_stream_headers_are_sent_as_soon_as_the_request_is_scheduled_and_not_before(
     app: FastAPI, backend: FakeBackend, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sse, "ACCEPT_WAIT_S", 0.0)
@@ -153,7 +153,7 @@ def _scope(path: str) -> Scope:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda each: each.message[:24])
-async def test_a_refused_request_is_explained_by_its_refusal(
+async def test_a_refused_request_is_explained(
     client: httpx.AsyncClient, backend: FakeBackend, refusal: EngineError, stream: bool
 ) -> None:
     backend.refusal = refusal
@@ -177,6 +177,6 @@ def calls_without_retry_after(path: Path) -> list[str]:
     return found
 
 
-def test_every_refusal_for_lack_of_room_says_when_to_come_back() -> None:
+def test_every_overload_error_has_a_retry_after() -> None:
     files = Path(engine.__file__).parent.rglob("*.py")
     assert [call for path in files for call in calls_without_retry_after(path)] == []

@@ -57,7 +57,7 @@ def lifecycle_of(app: FastAPI) -> Lifecycle:
     return lifecycle
 
 
-async def test_over_the_limit_is_429_before_the_body_is_looked_at(
+async def test_requests_over_the_admission_limit_are_429_before_the_body_is_read(
     app: FastAPI, client: httpx.AsyncClient, backend: FakeBackend
 ) -> None:
     backend.prefill_s = 30
@@ -77,7 +77,7 @@ async def test_over_the_limit_is_429_before_the_body_is_looked_at(
     assert backend.num_open == 0
 
 
-async def test_each_prompt_of_a_list_counts(
+async def test_each_prompt_of_a_list_takes_an_admission_slot(
     client: httpx.AsyncClient, backend: FakeBackend
 ) -> None:
     body = {"model": MODEL, "prompt": ["a", "b"]}
@@ -92,7 +92,7 @@ async def test_each_prompt_of_a_list_counts(
     assert (await client.post("/v1/completions", json=body)).status_code == 200
 
 
-async def test_more_prompts_than_ever_fit_are_not_to_be_sent_again(
+async def test_more_prompts_than_the_limit_are_refused_without_retry(
     client: httpx.AsyncClient,
 ) -> None:
     body = {"model": MODEL, "prompt": ["a", "b", "c"]}
@@ -102,7 +102,7 @@ async def test_more_prompts_than_ever_fit_are_not_to_be_sent_again(
     assert refused.headers["x-should-retry"] == "false"
 
 
-async def test_a_failed_request_gives_its_place_back(
+async def test_a_failed_request_releases_its_admission_slot(
     app: FastAPI, client: httpx.AsyncClient
 ) -> None:
     for body in (chat(n=0), chat(model="other"), {}):
@@ -112,7 +112,9 @@ async def test_a_failed_request_gives_its_place_back(
     assert lifecycle_of(app).num_admitted == 0
 
 
-async def test_draining(app: FastAPI, client: httpx.AsyncClient, backend: FakeBackend) -> None:
+async def test_draining_refuses_new_requests_and_ends_open_ones(
+    app: FastAPI, client: httpx.AsyncClient, backend: FakeBackend
+) -> None:
     backend.prefill_s = 30
     running = asyncio.create_task(client.post("/v1/chat/completions", json=chat(stream=True)))
     while backend.num_open < 1:
@@ -132,7 +134,7 @@ async def test_draining(app: FastAPI, client: httpx.AsyncClient, backend: FakeBa
     assert ended.json()["error"]["code"] == "SERVICE_UNAVAILABLE"
 
 
-async def test_a_pause_ends_and_an_end_does_not() -> None:
+async def test_a_pause_can_end_and_a_shutdown_cannot() -> None:
     lifecycle = Lifecycle(2, 1.0)
     lifecycle.pause()
     with pytest.raises(UnavailableError):
@@ -145,7 +147,7 @@ async def test_a_pause_ends_and_an_end_does_not() -> None:
         lifecycle.reserve(1)
 
 
-async def test_the_first_failure_is_the_one_that_is_told(backend: FakeBackend) -> None:
+async def test_the_first_failure_of_an_event_pump_is_raised(backend: FakeBackend) -> None:
     async def endless() -> AsyncIterator[Any]:
         await asyncio.Event().wait()
         yield None
@@ -160,7 +162,9 @@ async def test_the_first_failure_is_the_one_that_is_told(backend: FakeBackend) -
     await pump.close()
 
 
-async def test_not_ready(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+async def test_a_server_that_is_not_ready_answers_503(
+    client: httpx.AsyncClient, backend: FakeBackend
+) -> None:
     backend.ready = False
     for path in ("/readyz", "/health"):
         response = await client.get(path)
@@ -175,7 +179,7 @@ async def test_not_ready(client: httpx.AsyncClient, backend: FakeBackend) -> Non
     assert "loading weights" in refused.json()["error"]["message"]
 
 
-async def test_health_figures_need_the_key(backend: FakeBackend) -> None:
+async def test_health_details_need_the_key(backend: FakeBackend) -> None:
     settings = make_settings(server={"api_key": KEY})
     app = create_app(settings, backend, Metrics(MODEL))
     transport = httpx.ASGITransport(app=app)
@@ -194,7 +198,9 @@ async def test_health_figures_need_the_key(backend: FakeBackend) -> None:
     assert body["uptime_seconds"] >= 0
 
 
-async def test_metrics_follow_requests(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+async def test_metrics_follow_finished_requests(
+    client: httpx.AsyncClient, backend: FakeBackend
+) -> None:
     backend.stats_now = EngineStats(num_steps=3, generated_tokens=42)
     await client.post("/v1/chat/completions", json=chat(n=2))
     page = (await client.get("/metrics")).text
@@ -228,7 +234,7 @@ async def until_ended(client: httpx.AsyncClient, request_id: str) -> dict[str, A
         await asyncio.sleep(0.001)
 
 
-async def test_submit_then_read_then_read_again(client: httpx.AsyncClient) -> None:
+async def test_a_submission_can_be_read_repeatedly(client: httpx.AsyncClient) -> None:
     submitted = await client.post("/generate", json={"prompt": "a b", "n": 2})
     assert list(submitted.json()) == ["request_id"]
     request_id = submitted.json()["request_id"]
@@ -248,7 +254,7 @@ async def test_submit_then_read_then_read_again(client: httpx.AsyncClient) -> No
     assert "".join(e["text"] for e in again[:-2] if e["index"] == 1) == "Hello from a fake model."
 
 
-async def test_submit_and_stream_in_one_call(
+async def test_a_submission_can_be_streamed_in_one_call(
     client: httpx.AsyncClient, backend: FakeBackend
 ) -> None:
     response = await client.post("/generate", json={"prompt": [1, 2, 3], "stream": True})
@@ -258,7 +264,7 @@ async def test_submit_and_stream_in_one_call(
     assert backend.requests[0].prompt == (1, 2, 3)
 
 
-async def test_delete_cancels(
+async def test_deleting_a_submission_cancels_its_request(
     app: FastAPI, client: httpx.AsyncClient, backend: FakeBackend
 ) -> None:
     backend.token_s = 30
@@ -274,7 +280,7 @@ async def test_delete_cancels(
     assert await outcomes(client) == {"abort": 1}
 
 
-async def test_submission_that_is_refused(
+async def test_a_refused_submission_is_an_http_error(
     app: FastAPI, client: httpx.AsyncClient, backend: FakeBackend
 ) -> None:
     response = await client.post("/generate", json={"prompt": "word " * 5000})
@@ -285,7 +291,7 @@ async def test_submission_that_is_refused(
     assert lifecycle_of(app).num_admitted == 0
 
 
-async def test_old_submissions_are_forgotten(
+async def test_old_submissions_are_evicted(
     client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(generate, "MAX_SUBMISSIONS", 2)
@@ -308,7 +314,7 @@ class Kept:
     ended_at: float | None = None
 
 
-def test_nobodys_results_go_because_of_anothers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_submissions_of_one_tenant_never_evict_anothers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generate, "MAX_SUBMISSIONS", 4)
     submissions = generate.Submissions()
     submissions.add(cast(generate.Submission, Kept("of alice", "alice", time.monotonic())))
@@ -330,7 +336,7 @@ def test_a_submission_belongs_to_its_key() -> None:
         submissions.find("gen-1", "bob")
 
 
-def test_coalesce_joins_only_neighbours_of_one_choice() -> None:
+def test_coalesce_joins_only_adjacent_events_of_one_choice() -> None:
     token = TokenText("x", b"x", -1.0)
     events = [
         TextEvent(0, "a", 1, (token,)),

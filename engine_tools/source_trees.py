@@ -1,4 +1,4 @@
-"""Syntax trees of our own code, for tests that read it."""
+"""Syntax trees of our own code, for tests and tools that read it."""
 
 import ast
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[1]
 PACKAGES = ("engine", "engine_tools")
 
 
