@@ -31,8 +31,7 @@ from engine.servers.http.guard import BrowserGuard
 from engine.servers.http.history import RequestHistory
 from engine.servers.http.request_log import RequestLog
 from engine.servers.serving.admission import Lifecycle
-from engine.servers.serving.admitted_route import AdmittedRoute
-from engine.servers.serving.services import Services
+from engine.servers.serving.services import AdmittedRoute, Services
 from engine.servers.serving.watcher import EngineWatcher
 
 if TYPE_CHECKING:

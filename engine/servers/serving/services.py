@@ -3,11 +3,13 @@
 import functools
 import re
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
+from fastapi.dependencies.models import Dependant
+from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -20,7 +22,6 @@ from engine.core.errors import (
     UnavailableError,
 )
 from engine.core.interfaces.backend import ModelCard, Preset
-from engine.core.interfaces.request import SamplingParams
 from engine.core.key_file import NO_LIMITS
 from engine.core.observability.metrics import Metrics
 from engine.servers.access.auth import KeyRing, Principal, principal_of
@@ -32,7 +33,6 @@ from engine.servers.http.request_log import record_of
 from engine.servers.schema.body import Body, parse_body
 from engine.servers.schema.dialects.reading import Reading
 from engine.servers.serving.admission import Lifecycle, Ticket
-from engine.servers.serving.event_pump import EventPump
 from engine.servers.serving.watcher import EngineWatcher
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ NOT_READY_RETRY_S = 5.0
 MAX_BYTES_PER_TOKEN = 16
 _MAX_NAMED_MODELS = 20
 T = TypeVar("T")
+Check = Callable[[Request], Awaitable[None]]
 # Entry of the ASGI scope with the model that the path of a request names. It replaces the model in
 # the body.
 DEPLOYMENT = "engine.deployment"
@@ -300,15 +301,48 @@ class Services:
                 code="unsupported_parameter",
             )
 
-    async def begin(
-        self, ticket: Ticket, params: SamplingParams, num_prompts: int = 1
-    ) -> EventPump:
-        return await ticket.begin(
-            num_prompts,
-            num_choices=params.n,
-            max_tokens=params.max_tokens,
-            timeout_s=self.settings.server.request_timeout_s,
-        )
+
+class AdmittedRoute(APIRoute):
+    """Any route of the application. If its handler only takes a request and a ticket, both are
+    passed directly: the general solver of FastAPI takes longer than the checks themselves. OpenAPI
+    and the handlers of errors see no difference.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        services = _services_of(self.dependant)
+        if services is None:
+            return super().get_route_handler()
+        checks: list[Check] = [
+            each.call
+            for each in self.dependant.dependencies
+            if each.name is None and each.call is not None
+        ]
+        admit, handler = services.admit, self.endpoint
+
+        async def handle(request: Request) -> Response:
+            for check in checks:
+                await check(request)
+            ticket = await admit(request)
+            # This stack is left when the response has been sent.
+            request.scope["fastapi_inner_astack"].push_async_callback(ticket.close)
+            response: Response = await handler(request, ticket)
+            return response
+
+        return handle
+
+
+def _services_of(dependant: Dependant) -> Services | None:
+    """The services that admit the requests of a route. None if its handler needs other things."""
+    more = (
+        *(dependant.path_params, dependant.query_params, dependant.header_params),
+        *(dependant.cookie_params, dependant.body_params),
+    )
+    named = [each for each in dependant.dependencies if each.name is not None]
+    if any(more) or len(named) != 1 or dependant.request_param_name != "request":
+        return None
+    services = getattr(named[0].call, "__self__", None)
+    is_ticket = isinstance(services, Services) and named[0].call == services.admitted
+    return services if is_ticket else None
 
 
 def new_completion_id(prefix: str) -> str:
