@@ -32,6 +32,7 @@ from engine.servers.openai.format import (
     Choice,
     Collected,
     CompletionStream,
+    Envelope,
     chat_body,
     collect,
     completion_body,
@@ -66,21 +67,27 @@ def add_chat_routes(app: FastAPI, services: Services) -> None:
     ) -> Response:
         body, sent = await services.read_with(request, ChatBody, "messages")
         card = chat_model(services, request, body.model, "messages")
-        params = await with_token_params(services, card, body, body.params(card))
+        params = body.params(card)
+        if body.tells_tokens:
+            params = await with_token_params(services, card, body, params)
         ask = chat_ask(services, request, body, card)
         completion_id = new_completion_id("chatcmpl")
-        envelope = new_envelope(completion_id, card)
+        envelope: Envelope | None = None
         named_tool = ask.tool_choice.mode == "named"
         follow = chat_follow(services, request, body)
         if body.store:
             # Imported late, because few clients store their chats.
             from engine.servers.openai.stored_chats import storing
 
+            envelope = new_envelope(completion_id, card)
             follow = await storing(services, request, body, sent, envelope, named_tool, follow)
-        opener = special_opener(services, request, body, card, params)
+        opener = None
+        if body.interp is not None or body.use_beam_search:
+            opener = special_opener(services, request, body, card, params)
         pump = await open_chat(
             services, request, ticket, ask, body, params, completion_id, follow, opener
         )
+        envelope = envelope or new_envelope(completion_id, card)
         if body.stream:
             if tells_tokens(body, pump):
                 from engine.servers.openai.token_streams import TokenChatStream
@@ -125,7 +132,10 @@ def chat_follow(services: Services, request: Request, body: ChatBody) -> Follow 
 
 def tells_tokens(body: ChatBody | CompletionBody, pump: EventPump) -> bool:
     """Whether the client wants vLLM's chunks, which few do. If so, tells the pump."""
-    pump.joins_ends = bool(body.tokens.is_told or (body.include_usage and body.continuous_usage))
+    tokens = body.tokens
+    pump.joins_ends = (
+        tokens.has_ids or tokens.names_ids or (body.include_usage and body.continuous_usage)
+    )
     return pump.joins_ends
 
 

@@ -1,5 +1,6 @@
 """State and helpers that all generating routes share: the backend, admission, model lookup."""
 
+import asyncio
 import functools
 import re
 import secrets
@@ -27,13 +28,11 @@ from engine.core.observability.metrics import Metrics
 from engine.servers.access.auth import KeyRing, Principal, principal_of
 from engine.servers.access.quotas import Quotas
 from engine.servers.http.errors import PromptTooLargeError
-from engine.servers.http.history import RequestHistory
 from engine.servers.http.limits import decode_object, read_parsed
-from engine.servers.http.request_log import record_of
+from engine.servers.http.request_log import RequestHistory, record_of
 from engine.servers.schema.body import Body, parse_body
 from engine.servers.schema.dialects.reading import Reading
 from engine.servers.serving.admission import Lifecycle, Ticket
-from engine.servers.serving.watcher import EngineWatcher
 
 if TYPE_CHECKING:
     from engine.core.config_presets import PresetTable
@@ -46,6 +45,7 @@ NOT_READY_RETRY_S = 5.0
 # No text of a prompt has more bytes per token than this, except for long runs of one character.
 MAX_BYTES_PER_TOKEN = 16
 _MAX_NAMED_MODELS = 20
+WATCH_INTERVAL_S = 0.5
 T = TypeVar("T")
 Check = Callable[[Request], Awaitable[None]]
 # Entry of the ASGI scope with the model that the path of a request names. It replaces the model in
@@ -62,6 +62,36 @@ class Component(Protocol):
     async def start(self) -> None: ...
 
     async def stop(self) -> None: ...
+
+
+class EngineWatcher:
+    """Copies the engine's counters into the server's metrics, periodically and whenever the metrics
+    are read. It sends no request to the engine, because the backend already has the counters.
+    """
+
+    def __init__(self, backend: BackendHolder, metrics: Metrics) -> None:
+        self._backend = backend
+        self._metrics = metrics
+        self._num_restarts = self._num_revived = 0
+
+    async def run(self) -> None:
+        """Call `observe` periodically until cancelled."""
+        while True:
+            self.observe()
+            await asyncio.sleep(WATCH_INTERVAL_S)
+
+    def observe(self) -> None:
+        """Update the metrics from the backend's current statistics."""
+        backend = self._backend.current
+        health, stats = backend.health(), backend.stats()
+        for _ in range(health.num_restarts - self._num_restarts):
+            self._metrics.engine_restarted(backend.totals_survive_restarts)
+        self._num_restarts = health.num_restarts
+        self._metrics.requests_revived(max(0, health.num_revived - self._num_revived))
+        self._num_revived = health.num_revived
+        if stats is not None:
+            self._metrics.observe(stats)
+        self._metrics.set_ready(health.ready)
 
 
 @dataclass(frozen=True)

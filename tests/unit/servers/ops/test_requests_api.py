@@ -7,8 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from engine.core.interfaces.notes import RequestNotes
-from engine.core.interfaces.request import TokenDelta
+from engine.core.interfaces.request import RequestNotes, TokenDelta
 from engine.core.key_file import add_key
 from engine.core.observability.metrics import Metrics
 from engine.frontend.request_recovery import MAX_LEFT, OpenRequests
