@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from engine.backends.base import InferenceBackend, close_events
+from engine.backends.base import InferenceBackend, check_context, close_events
 from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.backend import (
     ChatRequest,
@@ -27,7 +27,6 @@ from engine.core.interfaces.backend import (
     UsageEvent,
 )
 from engine.core.interfaces.request import SamplingParams
-from engine.core.text.context_length import check_context
 
 
 @dataclass(frozen=True, slots=True)

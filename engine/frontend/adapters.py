@@ -58,12 +58,12 @@ class ServedAdapters:
 
     def __init__(self, link: AdapterLoader) -> None:
         self._link = link
-        self._served: dict[str, ServedAdapter] = {}
+        self.served: dict[str, ServedAdapter] = {}
 
     @property
     def paths(self) -> dict[str, str]:
         """The path of each adapter, by name."""
-        return {name: each.ref.path for name, each in self._served.items()}
+        return {name: each.ref.path for name, each in self.served.items()}
 
     async def add(
         self, name: str, path: str, own: str, base: str | None = None, *, replaces: bool = False
@@ -77,7 +77,7 @@ class ServedAdapters:
             raise InvalidRequestError("lora_name must be 1 to 256 visible ASCII characters.")
         if base not in (None, own):
             raise NotFoundError(f"There is no model '{base}' here.", param="base_model_name")
-        if name == own or (name in self._served and not replaces):
+        if name == own or (name in self.served and not replaces):
             raise InvalidRequestError(
                 f"The lora adapter '{name}' has already been loaded.", param="lora_name"
             )
@@ -94,7 +94,7 @@ class ServedAdapters:
         ref = AdapterRef(facts.key, str(full), facts.changes_head)
         tenant = await asyncio.to_thread(tenant_of, full)
         created = int(time.time())
-        self._served[name] = ServedAdapter(ref, facts.rank, facts.num_bytes, created, tenant)
+        self.served[name] = ServedAdapter(ref, facts.rank, facts.num_bytes, created, tenant)
 
     async def start(self, paths: Mapping[str, str], own: str) -> None:
         """Serve the adapters at `paths`, and those of the store. An adapter of the store that can't
@@ -112,13 +112,8 @@ class ServedAdapters:
 
     def remove(self, name: str) -> None:
         """Serve the adapter no longer. Requests that have begun are finished."""
-        if self._served.pop(name, None) is None:
+        if self.served.pop(name, None) is None:
             raise NotFoundError(f"The lora adapter '{name}' cannot be found.", param="lora_name")
-
-    def ref(self, name: str) -> AdapterRef | None:
-        """The adapter that answers requests for the model `name`. None: the base model does."""
-        found = self._served.get(name)
-        return None if found is None else found.ref
 
     def cards(self, base: ModelCard) -> list[ModelCard]:
         return [
@@ -130,5 +125,5 @@ class ServedAdapters:
                 created=each.created,
                 tenant=each.tenant,
             )
-            for name, each in self._served.items()
+            for name, each in self.served.items()
         ]

@@ -11,10 +11,10 @@ from collections.abc import Awaitable, Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.backends.base import check_input
 from engine.core.errors import EngineError, InferenceError, error_from_code
 from engine.core.interfaces.backend import Embeddings, EmbedRequest, TextPair
 from engine.core.interfaces.request import AdapterRef, GenerateRequest, SamplingParams, TokenDelta
-from engine.core.text.context_length import check_input
 from engine.frontend.link import Link
 from engine.frontend.prompts import check_prompt
 from engine.frontend.request_recovery import Engine

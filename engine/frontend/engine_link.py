@@ -18,7 +18,6 @@ from collections.abc import Callable
 
 from engine.backends.process import RestartPolicy
 from engine.core.errors import EngineError, ModelError, UnavailableError, error_from_code
-from engine.core.interfaces.notes import RequestNotes
 from engine.core.interfaces.request import (
     Abort,
     CachedPrefixes,
@@ -30,14 +29,14 @@ from engine.core.interfaces.request import (
     FromEngine,
     GenerateRequest,
     Ready,
+    RequestNotes,
     Stats,
 )
 from engine.core.interfaces.snapshot import EngineSnapshot
 from engine.core.interfaces.stats import EngineStats
-from engine.frontend.downtime import Downtime
 from engine.frontend.engine_client import EngineClient, OnExit, OnMessage
 from engine.frontend.link import Link
-from engine.frontend.liveness_monitor import LivenessMonitor, Verdict, trouble_of
+from engine.frontend.liveness_monitor import Downtime, LivenessMonitor, Verdict, trouble_of
 from engine.frontend.request_recovery import OpenRequest, OpenRequests, Receiver
 from engine.ipc.heartbeat import Vitals
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import msgspec
 
+from engine.backends.base import check_context
 from engine.core.errors import InvalidRequestError
 from engine.core.grammar.checker import GrammarChecker
 from engine.core.grammar.spec import grammar_text, stop_grammar
@@ -31,7 +32,6 @@ from engine.core.interfaces.request import (
     SamplingParams,
 )
 from engine.core.parsing.parser import OutputParser
-from engine.core.text.context_length import check_context
 from engine.core.text.long_texts import after_other_long_texts
 from engine.core.text.stop_strings import StopPattern
 from engine.core.text.tokenizer import RenderedPrompt

@@ -26,8 +26,7 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from engine.core.errors import EngineError, InferenceError, RequestTimeoutError, UnavailableError
-from engine.core.interfaces.notes import RequestNotes
-from engine.core.interfaces.request import GenerateRequest, Resumed, TokenDelta
+from engine.core.interfaces.request import GenerateRequest, RequestNotes, Resumed, TokenDelta
 
 log = logging.getLogger(__name__)
 

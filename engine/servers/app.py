@@ -1,9 +1,9 @@
 """The FastAPI application: its routes, and the ASGI layers that every request passes.
 
 From the outside in, a request passes: request id and log, browser guard, CORS if enabled, routing,
-authentication, the route. If routes are added late, `LateGate` is outside of these. `RootPath`, if
-configured, is the outermost layer. All layers are plain ASGI. With Starlette's
-`BaseHTTPMiddleware`, a route would not learn that its client has disconnected.
+authentication, the route. `RootPath`, if configured, is the outermost layer. All layers are plain
+ASGI. With Starlette's `BaseHTTPMiddleware`, a route would not learn that its client has
+disconnected.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from fastapi import Depends, FastAPI
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.routing import Match
+from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.backends.base import BackendHolder, InferenceBackend
@@ -24,16 +24,12 @@ from engine.core.config_types import Dialect
 from engine.core.key_file import NO_LIMITS
 from engine.core.observability.metrics import Metrics
 from engine.core.observability.tracing import new_telemetry
-from engine.servers.access.auth import Authenticator, KeyRing
+from engine.servers.access.auth import Authenticator, BrowserGuard, KeyRing
 from engine.servers.access.quotas import AuthThrottle, Quotas
 from engine.servers.http.errors import install_error_handlers
-from engine.servers.http.guard import BrowserGuard
-from engine.servers.http.history import RequestHistory
-from engine.servers.http.request_log import RequestLog
+from engine.servers.http.request_log import RequestHistory, RequestLog
 from engine.servers.serving.admission import Lifecycle
-from engine.servers.serving.admitted_route import AdmittedRoute
-from engine.servers.serving.services import Services
-from engine.servers.serving.watcher import EngineWatcher
+from engine.servers.serving.services import AdmittedRoute, EngineWatcher, Services
 
 if TYPE_CHECKING:
     from engine.core.observability.otel import Telemetry
@@ -47,16 +43,21 @@ def add_routes(app: FastAPI, services: Services, target: str) -> None:
     getattr(import_module(f"engine.servers.{module}"), function)(app, services)
 
 
-class LateRoutes:
+class LateRoutes(BaseRoute):
     """Routes that are added after startup. They are added once the model is ready, or as soon as a
-    request may need one of them.
+    request may need one of them. Until then, this route takes every request whose path and method
+    no other route has.
     """
+
+    path = "/{path:path}"
 
     def __init__(self, app: FastAPI, services: Services, targets: Sequence[str]) -> None:
         self._app = app
         self._services = services
         self._targets = list(targets)
         self._adding = asyncio.Lock()
+        if targets:
+            app.router.routes.append(self)
 
     async def add(self) -> None:
         """Import and add all late routes, and start the background components that they need."""
@@ -70,27 +71,17 @@ class LateRoutes:
                 for component in self._services.components[known:]:
                     await component.start()
                 self._targets.pop(0)
+            if self in self._app.router.routes:
+                self._app.router.routes.remove(self)
 
-    def may_want(self, scope: Scope) -> bool:
-        """Whether the request may be for a late route: late routes are missing, and no other route
-        has its path and its method.
-        """
-        if not self._targets or scope["type"] != "http":
-            return False
-        return all(route.matches(scope)[0] is not Match.FULL for route in self._app.router.routes)
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        # A router prefers a full match to an earlier route that only has the path.
+        return (Match.FULL if scope["type"] == "http" else Match.NONE), {}
 
-
-class LateGate:
-    """ASGI layer that makes requests for late routes wait until these routes are added."""
-
-    def __init__(self, app: ASGIApp, late: LateRoutes) -> None:
-        self._app = app
-        self._late = late
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._late.may_want(scope):
-            await self._late.add()
-        await self._app(scope, receive, send)
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.add()
+        scope.pop("route", None)
+        await self._app.router(scope, receive, send)
 
 
 class RootPath:
@@ -215,9 +206,7 @@ def create_app(
     early = [*EARLY, *(() if starts_soon else others)]
     for target in (*early, METRICS) if settings.metrics.enabled else early:
         add_routes(app, services, target)
-    app.state.late_routes = late = LateRoutes(app, services, others if starts_soon else ())
-    if starts_soon:
-        app.add_middleware(LateGate, late=late)
+    app.state.late_routes = LateRoutes(app, services, others if starts_soon else ())
     if settings.server.grpc_port is not None:
         # Imported late: few servers serve gRPC, and the library that it needs is an extra.
         from engine.servers.kserve.grpc_server import GrpcServer
@@ -296,16 +285,12 @@ def _recorder(settings: Settings) -> "Recorder | None":
 
 def _layers(services: Services, telemetry: "Telemetry | None") -> list[Middleware]:
     settings = services.settings
-
-    def answered_by(request_id: str) -> tuple[str, ...]:
-        return services.backend.answered_by(request_id)
-
     layers = [
         Middleware(
             RequestLog,
             settings=settings,
             metrics=services.metrics,
-            answered_by=answered_by,
+            backends=services.holder,
             history=services.history,
             telemetry=telemetry,
         ),

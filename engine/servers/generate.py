@@ -9,6 +9,7 @@ A body with `text` or `input_ids` instead of `prompt` is SGLang's; `sglang_api` 
 """
 
 import asyncio
+import functools
 import time
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Annotated, Any
@@ -33,11 +34,10 @@ from engine.servers.openai.format import Collected, usage_body
 from engine.servers.openai.logprobs import chat_logprobs
 from engine.servers.openai.schema import GenerateBody
 from engine.servers.serving.admission import Ticket
-from engine.servers.serving.chat import NO_TEXT, require_grammar
 from engine.servers.serving.event_pump import EventPump, OutputEvent
-from engine.servers.serving.generation_context import generation_context
+from engine.servers.serving.generation import NO_TEXT, open_generation, require_grammar
+from engine.servers.serving.prompts import parses_special
 from engine.servers.serving.services import Services, json_response, new_completion_id
-from engine.servers.serving.special_tokens import parses_special
 from engine.servers.serving.sse import (
     CHECK_WAIT_S,
     DONE,
@@ -291,18 +291,18 @@ async def _start(
     request_id = new_completion_id("gen")
     params = body.params(card)
     require_grammar(services, card, body.structured_outputs)
-    grammar = body.structured_outputs
-    context = generation_context(services, request, card, body, params, request_id, grammar)
-    pump = await services.begin(ticket, params)
-    if body.stream:
-        pump.watch(request.receive)
-    asked = CompletionRequest(
-        context=context,
+    prompt = functools.partial(
+        CompletionRequest,
         prompt=body.prompt,
         parse_special=parses,
         add_special_tokens=body.add_special_tokens is not False,
     )
-    pump.read(await pump.open(services.backend, [asked]))
+    pump = await open_generation(
+        *(services, request, ticket, card, body, params, request_id),
+        [prompt],
+        grammar=body.structured_outputs,
+        is_watched=bool(body.stream),
+    )
     return request_id, pump
 
 

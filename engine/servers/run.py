@@ -153,7 +153,8 @@ class HttpServer:
             asyncio.create_task(self._manager.watch(self._is_well)),
         ]
         try:
-            await self._uvicorn.serve(sockets=[self._sock])
+            # uvicorn wakes up many times a second. A task of its own does not resume this one, too.
+            await asyncio.create_task(self._uvicorn.serve(sockets=[self._sock]))
         finally:
             for task in tasks:
                 task.cancel()

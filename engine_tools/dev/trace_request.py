@@ -5,9 +5,9 @@ engine process.
     engine dev trace_request --files
 
 Starts a server with a profile hook in each of its processes. Two chats warm up the server, and five
-are recorded, each with the work that follows its last byte. Functions are counted if they run in
-all five chats, and if their process does not run them while idle. A file is "before the engine" if
-the frontend ran it before it sent the request to the engine.
+are recorded, from the request to its last byte. Each has a prompt of its own, which no cache knows.
+A file is counted if one of its functions runs in all five chats, or while the server is idle. It is
+"before the engine" if the server ran it in all five chats before it sent the request to the engine.
 """
 
 import argparse
@@ -19,10 +19,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import httpx
 
@@ -34,7 +34,7 @@ SEND = ("ipc/transport.py", "encode_frame")
 PATIENCE_S = 60.0
 NUM_WARM, NUM_RECORDED = 2, 5
 PAUSE_S = 0.3  # after a chat: longer than the server needs for its log
-IDLE_S = 2.0  # longer than the period of any repeated work
+IDLE_S = 2.0  # longer than the period of the work that a server often repeats
 
 # Content of a file sitecustomize.py. Python runs such a file at the start of every interpreter that
 # has the file's folder in PYTHONPATH.
@@ -61,8 +61,26 @@ sys.setprofile(profile)
 threading.setprofile(profile)
 """
 
-T = TypeVar("T")
 Call = tuple[str, str, float]  # file, function, time.monotonic()
+Place = tuple[str, str]  # file, function
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The functions that every recorded chat runs, and those that an idle server runs."""
+
+    server: Set[Place]
+    before: Set[Place]  # in the server, before the request is sent to the engine
+    engine: Set[Place]
+    idle: Set[Place]
+
+    @property
+    def all(self) -> Set[Place]:
+        return self.server | self.engine | self.idle
+
+
+def files(places: Set[Place]) -> set[str]:
+    return {file for file, _ in places}
 
 
 @contextmanager
@@ -85,10 +103,10 @@ def served(model: str, folder: Path) -> Iterator[tuple[str, list[int]]]:
         process.wait(PATIENCE_S)
 
 
-def chat(url: str, model: str) -> None:
+def chat(url: str, model: str, number: int) -> None:
     body = {
         "model": model,
-        "messages": [{"role": "user", "content": "Say hello."}],
+        "messages": [{"role": "user", "content": f"{number} says hello. Greet {number}."}],
         "max_tokens": 8,
         "temperature": 0,
         "stream": True,
@@ -100,79 +118,77 @@ def chat(url: str, model: str) -> None:
         stream.read()
 
 
-def recorded(model: str) -> list[tuple[list[Call], list[Call]]]:
-    """For each recorded chat: the calls in the frontend and the calls in the engine, in order.
-    Functions that also run while the server is idle are left out.
-    """
+def recorded(model: str) -> Trace:
     spans: list[tuple[float, float]] = []
     with tempfile.TemporaryDirectory() as name, served(model, Path(name)) as (url, pids):
         model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
         # This request makes the server import the routes that it loads late.
         httpx.get(f"{url}/openapi.json", timeout=PATIENCE_S)
-        for _ in range(NUM_WARM + NUM_RECORDED):
+        for number in range(NUM_WARM + NUM_RECORDED):
             began_at = time.monotonic()
-            chat(url, model)
-            time.sleep(PAUSE_S)
+            chat(url, model, 7919 * number)
             spans.append((began_at, time.monotonic()))
+            time.sleep(PAUSE_S)
+        idle = (time.monotonic(), time.monotonic() + IDLE_S)
         time.sleep(IDLE_S)
-        idle = (spans[-1][1], time.monotonic())
-        folder = Path(name)
-        (folder / "asked").touch()
-        paths = [folder / f"{pid}.json" for pid in pids]
-        deadline = time.monotonic() + PATIENCE_S
-        while not all(path.exists() for path in paths):
-            if time.monotonic() > deadline:
-                sys.exit("a process did not write down what it had called")
-            time.sleep(0.05)
-        calls: list[list[Call]] = [
-            [(file, function, at) for file, function, at in json.loads(path.read_text())]
-            for path in paths
-        ]
-    frontend, engine = calls[0], [call for each in calls[1:] for call in each]
-    frontend, engine = _without_idle(frontend, idle), _without_idle(engine, idle)
-    return [(_within(frontend, span), _within(engine, span)) for span in spans[NUM_WARM:]]
+        server, *engines = _written(Path(name), pids)
+    del spans[:NUM_WARM]
+    engine = [call for each in engines for call in each]
+    sent = [at for file, function, at in server if (file, function) == SEND]
+    befores = [(begin, min(at for at in sent if at >= begin)) for begin, _ in spans]
+    return Trace(
+        server=_common(server, spans),
+        before=_common(server, befores),
+        engine=_common(engine, spans),
+        idle=_common([*server, *engine], [idle]),
+    )
 
 
-def _without_idle(calls: Sequence[Call], idle: tuple[float, float]) -> list[Call]:
-    repeated = {call[:2] for call in _within(calls, idle)}
-    return [call for call in calls if call[:2] not in repeated]
+def _written(folder: Path, pids: Sequence[int]) -> list[list[Call]]:
+    """Let each process write down its calls, and read them."""
+    (folder / "asked").touch()
+    paths = [folder / f"{pid}.json" for pid in pids]
+    deadline = time.monotonic() + PATIENCE_S
+    while not all(path.exists() for path in paths):
+        if time.monotonic() > deadline:
+            sys.exit("a process did not write down what it had called")
+        time.sleep(0.05)
+    return [
+        [(file, function, at) for file, function, at in json.loads(path.read_text())]
+        for path in paths
+    ]
 
 
-def _within(calls: Sequence[Call], span: tuple[float, float]) -> list[Call]:
-    return [call for call in calls if span[0] <= call[2] <= span[1]]
-
-
-def before_engine(frontend: Sequence[Call]) -> set[str]:
-    sent_at = min(at for file, function, at in frontend if (file, function) == SEND)
-    return {file for file, _, at in frontend if at <= sent_at}
-
-
-def common(sets: Iterable[set[T]]) -> set[T]:
-    """The elements that all sets have in common."""
-    return set.intersection(*sets)
+def _common(calls: Sequence[Call], spans: Sequence[tuple[float, float]]) -> set[Place]:
+    """The functions that run in each of these spans of time."""
+    within = (
+        {(file, function) for file, function, at in calls if begin <= at <= end}
+        for begin, end in spans
+    )
+    return set.intersection(*within)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("model", nargs="?", default="smollm2-135m-instruct")
-    parser.add_argument(
-        "--files", action="store_true", help="list the files, in order of first call"
-    )
+    parser.add_argument("--files", action="store_true", help="list the files")
     options = parser.parse_args(arguments)
-    chats = recorded(options.model)
-    places = common({call[:2] for call in [*frontend, *engine]} for frontend, engine in chats)
-    functions = Counter(file for file, _ in places)
-    before = functions.keys() & common(before_engine(frontend) for frontend, _ in chats)
-    in_engine = functions.keys() & common({file for file, _, _ in engine} for _, engine in chats)
+    trace = recorded(options.model)
+    functions = Counter(file for file, _ in trace.all)
+    before, server = files(trace.before), files(trace.server)
+    in_engine, idle = files(trace.engine), files(trace.idle)
     print(f"files                   {len(functions):4}")
     print(f"folders                 {len({Path(file).parent for file in functions}):4}")
-    print(f"functions               {len(places):4}")
+    print(f"functions               {len(trace.all):4}")
     print(f"files before the engine {len(before):4}")
+    print(f"files in the server     {len(server):4}")
     print(f"files in the engine     {len(in_engine):4}")
+    print(f"files only while idle   {len(idle - server - in_engine):4}")
     if options.files:
         for file in sorted(functions):
-            marks = f"{'before' if file in before else '':8}{'engine' if file in in_engine else ''}"
-            print(f"{functions[file]:4}  {marks:16}{file}")
+            where = ("before" if file in before else "", "engine" if file in in_engine else "")
+            marks = (*where, "idle" if file in idle else "")
+            print(f"{functions[file]:4}  {''.join(f'{mark:8}' for mark in marks)}{file}")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from tests.teeth.mutation import Mutation
 AUTH = "engine.servers.access.auth"
 QUOTAS = "engine.servers.access.quotas"
 BODIES = "engine.servers.http.limits"
-GUARD = "engine.servers.http.guard"
+GUARD = "engine.servers.access.auth"
 PLUGIN = "engine.plugins.host"
 EXAMINATION = "engine.core.sandbox.checkpoint_validation"
 CHILD = "engine.core.sandbox.validation_child"

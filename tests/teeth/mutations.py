@@ -337,7 +337,7 @@ GUARDS = [
     ),
     Mutation(
         "SEC-27 a page deletes",
-        "engine.servers.http.guard",
+        "engine.servers.access.auth",
         '_READING_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})\n',
         '_READING_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "DELETE"})\n',
         f"{SECURITY}/access/test_admin_auth.py::test_cross_origin_requests_change_nothing_on_any_route",

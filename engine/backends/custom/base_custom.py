@@ -40,7 +40,7 @@ from engine.core.interfaces.backend import (
     ModelCard,
     TokenizerInfo,
 )
-from engine.core.interfaces.request import GenerateRequest, Ready
+from engine.core.interfaces.request import AdapterRef, GenerateRequest, Ready
 from engine.core.interfaces.snapshot import EngineSnapshot
 from engine.core.interfaces.stats import EngineStats
 from engine.core.interfaces.timeline import Preparation
@@ -295,11 +295,16 @@ class CustomBackend(InferenceBackend):
             card = card_of(text, *made, *facts, images, self.framework in TAPPED)
             identity = (ready.cache_identity if ready else "") or None
             self._card = card = msgspec.structs.replace(card, cache_identity=identity)
-        return [card, *self._adapters.cards(card)]
+        return [card, *self._adapters.cards(card)] if self._adapters.served else [card]
 
     @property
     def adapters(self) -> Mapping[str, str]:
         return self._adapters.paths
+
+    def _adapter(self, model: str) -> AdapterRef | None:
+        """The adapter that answers requests for this model. None: the base model does."""
+        found = self._adapters.served.get(model)
+        return None if found is None else found.ref
 
     async def load_adapter(
         self, name: str, path: str, *, base: str | None = None, replaces: bool = False
@@ -331,7 +336,7 @@ class CustomBackend(InferenceBackend):
         prepared, params, times = await self._preparer.prepare(request, text, ready.max_seq_len)
         if notes is not None and notes.recorded is not None and params.seed is None:
             params = msgspec.structs.replace(params, seed=secrets.randbits(62))
-        adapter = self._adapters.ref(context.model)
+        adapter = self._adapter(context.model)
         submitted = prepared.request(context, params, text.eos_ids, ready.max_seq_len, adapter)
         told = (context.on_progress, context.notes, context.on_captured, context.on_wait)
         generation = Generation(submitted, text, prepared, self._link, *told)
@@ -371,7 +376,7 @@ class CustomBackend(InferenceBackend):
         with self._counted():
             text, ready = self._loaded()
             limits = (ready.max_seq_len, self._options.max_queued)
-            adapter = self._adapters.ref(request.model)
+            adapter = self._adapter(request.model)
             return await embedded(
                 request, text, *limits, self._link, self._preparer.encode, adapter
             )

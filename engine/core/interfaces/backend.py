@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from engine.core.interfaces.interp import InterpRequest
-from engine.core.interfaces.notes import RequestNotes
-from engine.core.interfaces.request import SamplingParams
+from engine.core.interfaces.request import RequestNotes, SamplingParams
 
 if TYPE_CHECKING:
     import numpy as np

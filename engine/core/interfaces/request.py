@@ -4,6 +4,7 @@ All of them are msgspec structs, so a message is encoded by its schema and never
 frontend tokenizes and detokenizes; the engine only sees token ids.
 """
 
+from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
@@ -12,7 +13,7 @@ from engine.core.interfaces.handover import Handover
 from engine.core.interfaces.interp import InterpRequest
 from engine.core.interfaces.snapshot import EngineSnapshot
 from engine.core.interfaces.stats import EngineStats
-from engine.core.interfaces.timeline import Timeline
+from engine.core.interfaces.timeline import Preparation, Timeline
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -355,3 +356,41 @@ class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
 
 ToEngine = GenerateRequest | Abort | Control | Stop
 FromEngine = Ready | Deltas | Stats | CachedPrefixes | ControlReply | Fatal
+
+
+# Max timelines, preparations and recorded requests that are kept of one HTTP request.
+MAX_PARTS = 64
+
+
+class RecordedRequest(msgspec.Struct):
+    """A request as the engine got it, with the tokens that it generated."""
+
+    request: GenerateRequest  # has a seed
+    fingerprint: str  # of the model and of how it is computed
+    token_ids: dict[int, list[int]] = {}  # of each choice
+
+
+@dataclass(slots=True)
+class RequestNotes:
+    """Collects what a backend tells about one HTTP request, which may have several prompts."""
+
+    preparations: list[Preparation] = field(default_factory=list)
+    timelines: list[Timeline] = field(default_factory=list)
+    # One entry for each prompt. None: requests are not recorded
+    recorded: list[RecordedRequest] | None = None
+
+    def add_timeline(self, timeline: Timeline) -> None:
+        if len(self.timelines) < MAX_PARTS:
+            self.timelines.append(timeline)
+
+    def add_preparation(self, preparation: Preparation) -> None:
+        if len(self.preparations) < MAX_PARTS:
+            self.preparations.append(preparation)
+
+    def record(self, request: GenerateRequest, fingerprint: str) -> RecordedRequest | None:
+        """Begin to record a request. None if requests are not recorded."""
+        if self.recorded is None or len(self.recorded) >= MAX_PARTS:
+            return None
+        made = RecordedRequest(request, fingerprint)
+        self.recorded.append(made)
+        return made

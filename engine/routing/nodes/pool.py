@@ -14,8 +14,13 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Coroutine, Iterable
 
 from engine.core.errors import EngineError, UnavailableError
-from engine.core.interfaces.notes import RequestNotes
-from engine.core.interfaces.request import CachedPrefixes, ControlReply, GenerateRequest, Ready
+from engine.core.interfaces.request import (
+    CachedPrefixes,
+    ControlReply,
+    GenerateRequest,
+    Ready,
+    RequestNotes,
+)
 from engine.core.interfaces.snapshot import EngineSnapshot
 from engine.core.interfaces.stats import EngineStats
 from engine.frontend.engine_client import EngineClient, OnExit, OnMessage

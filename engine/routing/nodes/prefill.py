@@ -16,10 +16,10 @@ import msgspec
 
 from engine.core.errors import EngineError, UnavailableError
 from engine.core.interfaces.handover import PEERS, Handover, Prefilled, PrefillOutcome
-from engine.core.interfaces.notes import RequestNotes
 from engine.core.interfaces.request import (
     UNSHARED,
     GenerateRequest,
+    RequestNotes,
     SamplingParams,
     TokenDelta,
 )

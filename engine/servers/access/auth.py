@@ -1,27 +1,44 @@
-"""Authentication by API keys. If keys are configured, all routes except `PUBLIC_ROUTES` need one.
-Admin routes need an admin key.
+"""Who may send requests: API keys, and protection against web pages.
+
+If keys are configured, all routes except `PUBLIC_ROUTES` need one. Admin routes need an admin key.
 
 The check is a FastAPI dependency of all routes. It runs after routing, so it knows which route will
 answer. The server keeps only SHA-256 digests of keys. Digests are compared in constant time, and
 each key in a request is compared with all of them.
+
+A web page can make a browser send requests to this server, even if the server listens on a loopback
+address. Against DNS rebinding, only known `Host` names are accepted. Against CSRF, the `Origin`
+header that browsers send is checked.
 """
 
 import hashlib
 import hmac
-from collections.abc import MutableMapping
+import ipaddress
+from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import msgspec
 from pydantic import SecretStr
+from starlette.datastructures import Headers
 from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.core.config import is_loopback
 from engine.core.config_schema import ServerSettings, Settings
 from engine.core.config_types import MAX_SECRET_LENGTH
-from engine.core.errors import AuthenticationError, ConfigError, ForbiddenError
+from engine.core.errors import (
+    AuthenticationError,
+    ConfigError,
+    EngineError,
+    ForbiddenError,
+    InvalidRequestError,
+)
 from engine.core.interfaces.backend import ModelCard
 from engine.core.key_file import NO_LIMITS, KeyEntry, KeyLimits, read_keys
+from engine.servers.http.errors import error_response
+from engine.servers.http.request_log import record_of
 
 if TYPE_CHECKING:
     from engine.servers.access.quotas import AuthThrottle
@@ -50,6 +67,11 @@ TENANT_ROUTES = frozenset({f"{ADMIN_PATH}requests", f"{ADMIN_PATH}requests/{{req
 
 # Admin routes for which the node token is enough.
 NODE_ROUTES = frozenset({f"{ADMIN_PATH}nodes", f"{ADMIN_PATH}nodes/{{name}}"})
+
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
+# Paths that accept any `Host`, because orchestrators probe them by IP address.
+_ANY_HOST_PATHS = frozenset({"/livez", "/readyz"})
+_READING_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,3 +355,87 @@ def _principal(entry: KeyEntry) -> Principal:
         parse_special=entry.parse_special,
         models=entry.models,
     )
+
+
+class BrowserGuard:
+    """Refuses requests with an unknown `Host`. Also refuses state-changing methods, such as POST,
+    from web pages of other origins.
+    """
+
+    def __init__(self, app: ASGIApp, server: ServerSettings) -> None:
+        self._app = app
+        bound = _bracketed(server.host.lower())
+        self._hosts = {
+            *LOOPBACK_NAMES,
+            bound,
+            *(_bracketed(h.lower()) for h in server.allowed_hosts),
+        }
+        # DNS rebinding needs a host name. Numeric addresses can't be rebound, so a server bound to
+        # all interfaces accepts any numeric `Host`.
+        self._any_address = bound in ("0.0.0.0", "[::]")
+        self._origins = frozenset(server.allowed_origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = self._refusal(scope) if scope["type"] == "http" else None
+        if error is None:
+            await self._app(scope, receive, send)
+            return
+        record_of(scope).error_code = error.error_code
+        await error_response(error, scope)(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> EngineError | None:
+        headers = Headers(scope=scope)
+        hosts = headers.getlist("host")
+        if scope["path"] not in _ANY_HOST_PATHS and not self._is_known(hosts):
+            return InvalidRequestError(
+                "The Host header names a host that this server does not answer for;"
+                " add it to server.allowed_hosts.",
+                code="INVALID_HOST",
+            )
+        if scope["method"] in _READING_METHODS:
+            return None
+        if all(self._is_friendly(origin, hosts) for origin in headers.getlist("origin")):
+            return None
+        return ForbiddenError(
+            "Requests from this web origin are refused; enable server.enable_cors and list it in"
+            " server.cors_origins."
+        )
+
+    def _is_known(self, hosts: Iterable[str]) -> bool:
+        names = [_host_name(host) for host in hosts]
+        if len(names) != 1:
+            return False
+        name = names[0]
+        return (
+            "*" in self._hosts or name in self._hosts or (self._any_address and _is_address(name))
+        )
+
+    def _is_friendly(self, origin: str, hosts: list[str]) -> bool:
+        if "*" in self._origins or origin in self._origins:
+            return True
+        try:
+            return [urlsplit(origin).netloc.lower()] == [host.lower() for host in hosts]
+        except ValueError:
+            return False
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
+def _host_name(host: str) -> str:
+    """The host without its port. A malformed host is returned unchanged; it matches no known
+    name.
+    """
+    name, colon, port = host.lower().rpartition(":")
+    if colon and port.isdecimal() and (":" not in name or name.startswith("[")):
+        return name
+    return host.lower()
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return False
+    return True

@@ -25,7 +25,7 @@ from engine.servers.anthropic.schema import (
 )
 from engine.servers.http.request_log import record_of
 from engine.servers.serving.admission import Ticket
-from engine.servers.serving.chat import ChatInput, chat_model, chat_request, open_chat
+from engine.servers.serving.generation import ChatInput, chat_model, chat_prompt, open_chat
 from engine.servers.serving.services import (
     Services,
     json_bytes,
@@ -80,7 +80,7 @@ def add_anthropic_routes(app: FastAPI, services: Services) -> None:
         context = GenerationContext(
             request_id=request_id, params=SamplingParams(), grammar=prompt.grammar
         )
-        chat = await chat_request(services, request, ask, context)
+        chat = (await chat_prompt(services, request, ask))(context=context)
         token_ids = await services.backend.tokenize(chat, model=card.id)
         return json_response({"input_tokens": len(token_ids)}, {"request-id": request_id})
 

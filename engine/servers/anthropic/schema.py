@@ -35,7 +35,7 @@ from engine.servers.schema.dialects.reading import read_words
 from engine.servers.schema.messages import MAX_MESSAGES
 from engine.servers.schema.structured import schema_spec
 from engine.servers.schema.tools import MAX_TOOLS, known_name
-from engine.servers.serving.chat import ChatInput, effort_options, thinking_switch
+from engine.servers.serving.generation import ChatInput, effort_options, thinking_switch
 from engine.servers.serving.services import Services
 
 # The value of `context_management` by which Claude Code asks to keep all thinking. The server

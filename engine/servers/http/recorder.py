@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from engine.core.interfaces.notes import RecordedRequest
+from engine.core.interfaces.request import RecordedRequest
 from engine.core.sandbox.private_files import open_private, write_private
 from engine.servers.http.request_log import RequestRecord
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import msgspec
 from starlette.types import Message
 
-from engine.servers.http.direct_body import with_direct_body
+from engine.servers.http.protocol import with_direct_body
 from engine.servers.http_workers.messages import Ended, Header, Opened, Part, Start, Want
 
 

@@ -8,7 +8,7 @@ from collections import deque
 
 from starlette.types import Message, Receive, Scope, Send
 
-from engine.servers.http.direct_body import CycleBody, direct_body
+from engine.servers.http.protocol import CycleBody, direct_body
 from engine.servers.http_workers.messages import (
     Blocked,
     Chunks,

@@ -1,6 +1,7 @@
 """`/v1/interp`: a forward pass over a prompt, the sites of a model, results and vectors."""
 
 import asyncio
+import functools
 from typing import Annotated, Any
 
 import msgspec
@@ -14,11 +15,10 @@ from engine.servers.openai.format import collect
 from engine.servers.schema import fields
 from engine.servers.schema.body import SamplingBody, refused
 from engine.servers.serving.admission import Ticket
-from engine.servers.serving.chat import NO_TEXT
-from engine.servers.serving.generation_context import generation_context
+from engine.servers.serving.generation import NO_TEXT, open_generation
 from engine.servers.serving.interp_opening import NO_TAPS, interp_opener, vector_store
+from engine.servers.serving.prompts import parses_special
 from engine.servers.serving.services import Services, json_response, new_completion_id
-from engine.servers.serving.special_tokens import parses_special
 
 
 class RunBody(SamplingBody):
@@ -76,15 +76,15 @@ async def _run(services: Services, request: Request, ticket: Ticket) -> dict[str
         params = msgspec.structs.replace(params, temperature=0.0)
     run_id = new_completion_id("interp")
     opener = interp_opener(services, request, card, body.interp, params)
-    asked = CompletionRequest(
-        context=generation_context(services, request, card, body, params, run_id),
+    prompt = functools.partial(
+        CompletionRequest,
         prompt=body.prompt,
         parse_special=parses,
         add_special_tokens=body.add_special_tokens is not False,
     )
-    pump = await services.begin(ticket, params)
-    pump.watch(request.receive)
-    pump.read(await pump.open(opener, [asked]))
+    pump = await open_generation(
+        *(services, request, ticket, card, body, params, run_id), [prompt], opener=opener
+    )
     collected = await collect(pump, 1)
     return {
         "id": run_id,

@@ -5,6 +5,7 @@ because they may mix texts and token ids, and because an answer that is longer t
 at its end instead of being refused.
 """
 
+import functools
 from collections.abc import AsyncIterator, Sequence
 from typing import Annotated
 
@@ -16,7 +17,6 @@ from starlette.responses import Response
 from engine.core.interfaces.backend import (
     CompletionRequest,
     Event,
-    GenerationContext,
     ModelCard,
     TokenizerInfo,
     UsageEvent,
@@ -29,9 +29,8 @@ from engine.servers.openai.format import collect
 from engine.servers.openai.reports import ReportingStream
 from engine.servers.openai.token_fields import allowed_alternatives
 from engine.servers.serving.admission import Ticket
-from engine.servers.serving.chat import NO_TEXT, require_grammar
 from engine.servers.serving.event_pump import EventPump
-from engine.servers.serving.generation_context import generation_context
+from engine.servers.serving.generation import NO_TEXT, Follow, open_generation, require_grammar
 from engine.servers.serving.services import Services, json_bytes, new_completion_id
 from engine.servers.serving.sse import StreamFormat, answer_streaming
 
@@ -139,31 +138,24 @@ async def _biases(services: Services, card: ModelCard, body: NativeSampling) -> 
     return biases
 
 
-async def _noting(
-    source: AsyncIterator[Event], usages: list[UsageEvent], index: int
-) -> AsyncIterator[Event]:
-    """Pass on all events, and keep the usage of this prompt."""
-    async for event in source:
-        if isinstance(event, UsageEvent):
-            usages[index] = event
-        yield event
+class _Usages:
+    """Keeps the usage of each prompt, because the pump only adds them up. Empty if there is only
+    one prompt.
+    """
 
+    def __init__(self, num_prompts: int) -> None:
+        self.all: list[UsageEvent] = []
+        self.follow: Follow | None = self._follow if num_prompts > 1 else None
 
-def _requests(prompts: Prompts, context: GenerationContext) -> list[CompletionRequest]:
-    return [
-        CompletionRequest(
-            context=msgspec.structs.replace(
-                context,
-                request_id=f"{context.request_id}-{index}",
-                # Other prompts may have to wait for the first one.
-                queue_timeout_s=context.queue_timeout_s if index == 0 else None,
-            ),
-            prompt=prompt,
-            suffix=prompts.suffix,
-            parse_special=True,
-        )
-        for index, prompt in enumerate(prompts.prompts)
-    ]
+    def _follow(self, source: AsyncIterator[Event]) -> AsyncIterator[Event]:
+        self.all.append(UsageEvent(prompt_tokens=0, completion_tokens=0, cached_tokens=0))
+        return self._noting(source, len(self.all) - 1)
+
+    async def _noting(self, source: AsyncIterator[Event], index: int) -> AsyncIterator[Event]:
+        async for event in source:
+            if isinstance(event, UsageEvent):
+                self.all[index] = event
+            yield event
 
 
 def _stream(body: NativeSampling, stream: NativeStream, pump: EventPump) -> StreamFormat:
@@ -191,17 +183,19 @@ async def _answer(
     params = body.params(card, room, await _biases(services, card, body))
     await allowed_alternatives(services, card, "n_probs", params.logprobs)
     completion_id = new_completion_id("cmpl")
-    context = generation_context(services, request, card, body, params, completion_id, body.grammar)
     count = len(prompts.prompts)
-    pump = await services.begin(ticket, params, count)
-    pump.reports_progress = body.reports_progress
-    pump.watch(request.receive)
-    sources = await pump.open(services.backend, _requests(prompts, context))
-    usages: list[UsageEvent] = []
-    if count > 1:  # the pump only adds the usages up
-        usages += [pump.usage] * count
-        sources = [_noting(source, usages, index) for index, source in enumerate(sources)]
-    pump.read(sources)
+    usages = _Usages(count)
+    pump = await open_generation(
+        *(services, request, ticket, card, body, params, completion_id),
+        [
+            functools.partial(
+                CompletionRequest, prompt=prompt, suffix=prompts.suffix, parse_special=True
+            )
+            for prompt in prompts.prompts
+        ],
+        grammar=body.grammar,
+        follow=usages.follow,
+    )
     eos_id = None if prompts.info is None else prompts.info.eos_token_id
     told = Asked(
         card=card,
@@ -213,7 +207,9 @@ async def _answer(
         response_fields=tuple(body.response_fields or ()),
     )
     if body.stream:
-        return await answer_streaming(pump, _stream(body, NativeStream(told, pump, usages), pump))
+        return await answer_streaming(
+            pump, _stream(body, NativeStream(told, pump, usages.all), pump)
+        )
     collected = await collect(pump, count * params.n)
-    made = answers(told, collected.choices, pump, usages)
+    made = answers(told, collected.choices, pump, usages.all)
     return json_bytes(_encode(made if len(made) > 1 else made[0]))

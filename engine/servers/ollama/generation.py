@@ -5,6 +5,7 @@ of a form. So bodies of any type are read.
 """
 
 import asyncio
+import functools
 import time
 from typing import Annotated, Any
 
@@ -29,16 +30,16 @@ from engine.servers.openai.completions import NO_SUFFIX
 from engine.servers.openai.embeddings import check_embeddings, embed, shortened
 from engine.servers.openai.format import collect
 from engine.servers.serving.admission import Ticket
-from engine.servers.serving.chat import (
+from engine.servers.serving.event_pump import EventPump
+from engine.servers.serving.generation import (
     NO_TEXT,
     ChatInput,
     effort_options,
     open_chat,
+    open_generation,
     require_grammar,
     thinking_switch,
 )
-from engine.servers.serving.event_pump import EventPump
-from engine.servers.serving.generation_context import generation_context
 from engine.servers.serving.services import Services, json_bytes, json_response, new_completion_id
 from engine.servers.serving.sse import LineStream, answer_streaming
 
@@ -168,18 +169,17 @@ async def _open_text(
             raise InvalidRequestError(f"{name}: {card.id} {what}; leave it out.", param=name)
     params = body.params(card)
     completion_id = new_completion_id("ollama")
-    asked = CompletionRequest(
-        context=generation_context(
-            services, request, card, body, params, completion_id, body.format
-        ),
+    prompt = functools.partial(
+        CompletionRequest,
         prompt=body.prompt or "",
         suffix=body.suffix or None,
         parse_special=bool(body.raw),
     )
-    pump = await services.begin(ticket, params)
-    pump.watch(request.receive)
-    pump.read(await pump.open(services.backend, [asked]))
-    return pump
+    return await open_generation(
+        *(services, request, ticket, card, body, params, completion_id),
+        [prompt],
+        grammar=body.format,
+    )
 
 
 async def _respond(pump: EventPump, answer: Answer, body: OllamaGenerationBody) -> Response:

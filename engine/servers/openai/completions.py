@@ -6,6 +6,7 @@ candidates with the highest mean log-probability per token are returned. Usage c
 all candidates.
 """
 
+import functools
 from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any
 
@@ -19,7 +20,6 @@ from engine.core.interfaces.backend import (
     CompletionRequest,
     Event,
     FinishEvent,
-    GenerationContext,
     ModelCard,
     ReasoningEvent,
     TextEvent,
@@ -32,6 +32,7 @@ from engine.servers.openai.format import (
     Choice,
     Collected,
     CompletionStream,
+    Envelope,
     chat_body,
     collect,
     completion_body,
@@ -40,7 +41,8 @@ from engine.servers.openai.format import (
 from engine.servers.openai.schema import ChatBody, CompletionBody, FimBody, OpenAIBody
 from engine.servers.openai.token_fields import adapted, with_token_params
 from engine.servers.serving.admission import Ticket
-from engine.servers.serving.chat import (
+from engine.servers.serving.event_pump import EventPump
+from engine.servers.serving.generation import (
     NO_TEXT,
     ChatInput,
     Follow,
@@ -48,14 +50,13 @@ from engine.servers.serving.chat import (
     effort_options,
     known_options,
     open_chat,
+    open_generation,
     require_grammar,
     thinking_options,
     warn_of_cache_key,
 )
-from engine.servers.serving.event_pump import EventPump
-from engine.servers.serving.generation_context import context_of_prompt, generation_context
+from engine.servers.serving.prompts import parses_special
 from engine.servers.serving.services import Services, json_bytes, new_completion_id
-from engine.servers.serving.special_tokens import parses_special
 from engine.servers.serving.sse import StreamFormat, answer_counted, answer_streaming
 
 
@@ -66,21 +67,27 @@ def add_chat_routes(app: FastAPI, services: Services) -> None:
     ) -> Response:
         body, sent = await services.read_with(request, ChatBody, "messages")
         card = chat_model(services, request, body.model, "messages")
-        params = await with_token_params(services, card, body, body.params(card))
+        params = body.params(card)
+        if body.tells_tokens:
+            params = await with_token_params(services, card, body, params)
         ask = chat_ask(services, request, body, card)
         completion_id = new_completion_id("chatcmpl")
-        envelope = new_envelope(completion_id, card)
+        envelope: Envelope | None = None
         named_tool = ask.tool_choice.mode == "named"
         follow = chat_follow(services, request, body)
         if body.store:
             # Imported late, because few clients store their chats.
             from engine.servers.openai.stored_chats import storing
 
+            envelope = new_envelope(completion_id, card)
             follow = await storing(services, request, body, sent, envelope, named_tool, follow)
-        opener = special_opener(services, request, body, card, params)
+        opener = None
+        if body.interp is not None or body.use_beam_search:
+            opener = special_opener(services, request, body, card, params)
         pump = await open_chat(
             services, request, ticket, ask, body, params, completion_id, follow, opener
         )
+        envelope = envelope or new_envelope(completion_id, card)
         if body.stream:
             if tells_tokens(body, pump):
                 from engine.servers.openai.token_streams import TokenChatStream
@@ -125,7 +132,10 @@ def chat_follow(services: Services, request: Request, body: ChatBody) -> Follow 
 
 def tells_tokens(body: ChatBody | CompletionBody, pump: EventPump) -> bool:
     """Whether the client wants vLLM's chunks, which few do. If so, tells the pump."""
-    pump.joins_ends = bool(body.tokens.is_told or (body.include_usage and body.continuous_usage))
+    tokens = body.tokens
+    pump.joins_ends = (
+        tokens.has_ids or tokens.names_ids or (body.include_usage and body.continuous_usage)
+    )
     return pump.joins_ends
 
 
@@ -247,22 +257,16 @@ def add_completions_routes(app: FastAPI, services: Services) -> None:
         parses = await parses_special(services, request, card, body.parse_special, body.prompt)
         params = await with_token_params(services, card, body, backend_params(body, card))
         completion_id = new_completion_id("cmpl")
-        context = generation_context(
-            services, request, card, body, params, completion_id, body.grammar
-        )
-        pump = await services.begin(ticket, params, len(body.prompt))
-        pump.reports_progress = body.reports_progress
-        pump.watch(request.receive)
         opener = special_opener(services, request, body, card, params, len(body.prompt))
-        asked = completion_requests(body, context, parses)
-        sources = await pump.open(opener or services.backend, asked)
-        if body.only_echoes:
-            sources = [_prompt_only(each) for each in sources]
-        if body.tokens.shows_stop or body.prompt_logprobs is not None:
-            sources = [adapted(each, body.tokens) for each in sources]
-        pump.read(sources)
+        pump = await open_generation(
+            *(services, request, ticket, card, body, params, completion_id),
+            completion_prompts(body, parses, echoes=bool(body.echo) or params.score_prompt),
+            grammar=body.grammar,
+            follow=completion_follow(body),
+            opener=opener,
+        )
         envelope = new_envelope(completion_id, card)
-        num_candidates = len(sources) * params.n
+        num_candidates = len(body.prompt) * params.n
         if body.stream:
             options = (num_candidates, body.include_usage)
             if tells_tokens(body, pump):
@@ -304,19 +308,18 @@ def add_fim_routes(app: FastAPI, services: Services) -> None:
         parses = await parses_special(services, request, card, body.parse_special, [body.prompt])
         params = body.params(card)
         completion_id = new_completion_id("fim")
-        asked = CompletionRequest(
-            context=generation_context(
-                services, request, card, body, params, completion_id, body.grammar
-            ),
+        prompt = functools.partial(
+            CompletionRequest,
             prompt=body.prompt,
             suffix=body.suffix or None,
             parse_special=parses,
             add_special_tokens=body.add_special_tokens is not False,
         )
-        pump = await services.begin(ticket, params)
-        pump.reports_progress = body.reports_progress
-        pump.watch(request.receive)
-        pump.read(await pump.open(services.backend, [asked]))
+        pump = await open_generation(
+            *(services, request, ticket, card, body, params, completion_id),
+            [prompt],
+            grammar=body.grammar,
+        )
         envelope = new_envelope(completion_id, card)
         if body.stream:
             stream = ChatStream(envelope, params.n, body.include_usage)
@@ -328,21 +331,32 @@ def add_fim_routes(app: FastAPI, services: Services) -> None:
         )
 
 
-def completion_requests(
-    body: CompletionBody, context: GenerationContext, parse_special: bool
-) -> list[CompletionRequest]:
+def completion_prompts(
+    body: CompletionBody, parse_special: bool, *, echoes: bool
+) -> list[functools.partial[CompletionRequest]]:
     """One backend request for each prompt."""
     return [
-        CompletionRequest(
-            context=context_of_prompt(context, index),
+        functools.partial(
+            CompletionRequest,
             prompt=prompt,
             suffix=body.suffix or None,
             parse_special=parse_special,
             add_special_tokens=body.add_special_tokens is not False,
-            echo=bool(body.echo) or context.params.score_prompt,
+            echo=echoes,
         )
-        for index, prompt in enumerate(body.prompt)
+        for prompt in body.prompt
     ]
+
+
+def completion_follow(body: CompletionBody) -> Follow | None:
+    """Changes the events of a completion. None if there is nothing to change."""
+    tokens = body.tokens
+    is_adapted = tokens.shows_stop or body.prompt_logprobs is not None
+    if body.only_echoes:
+        return lambda source: (
+            adapted(_prompt_only(source), tokens) if is_adapted else _prompt_only(source)
+        )
+    return (lambda source: adapted(source, tokens)) if is_adapted else None
 
 
 def backend_params(body: CompletionBody, card: ModelCard) -> SamplingParams:

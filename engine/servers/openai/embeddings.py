@@ -32,7 +32,7 @@ from engine.servers.http.errors import describe, problem
 from engine.servers.http.request_log import record_of
 from engine.servers.schema import fields
 from engine.servers.serving.admission import Ticket
-from engine.servers.serving.generation_context import note_end_user, priority_of, queue_timeout_s
+from engine.servers.serving.generation import note_end_user, priority_of, queue_timeout_s
 from engine.servers.serving.services import Services, new_completion_id
 
 MAX_INPUTS = 2_048

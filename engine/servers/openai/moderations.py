@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.core.errors import InferenceError, InvalidRequestError, NotFoundError
-from engine.core.interfaces.backend import ChatRequest, GenerationContext, GrammarSpec, ModelCard
+from engine.core.interfaces.backend import GrammarSpec, ModelCard
 from engine.servers.access.auth import principal_of
 from engine.servers.http.errors import check_keys, describe, problem
 from engine.servers.openai.format import Choice, collect
@@ -21,8 +21,12 @@ from engine.servers.schema import fields
 from engine.servers.schema.body import SamplingBody
 from engine.servers.schema.images import Content, image_from_url
 from engine.servers.serving.admission import Ticket
-from engine.servers.serving.chat import ChatInput, chat_request, thinking_switch
-from engine.servers.serving.generation_context import generation_context
+from engine.servers.serving.generation import (
+    ChatInput,
+    chat_prompt,
+    open_generation,
+    thinking_switch,
+)
 from engine.servers.serving.services import Services, json_response, new_completion_id
 
 MAX_INPUTS = 64
@@ -149,17 +153,13 @@ def add_moderations_routes(app: FastAPI, services: Services) -> None:
         moderation_id = new_completion_id("modr")
         sampling = SamplingBody(temperature=0)
         params = sampling.sampling(card, min(MAX_ANSWER_TOKENS, card.max_model_len), None)
-        context = generation_context(
-            services, request, card, sampling, params, moderation_id, _GRAMMAR
+        asks = [_ask(card, each.message) for each in body.input]
+        pump = await open_generation(
+            *(services, request, ticket, card, sampling, params, moderation_id),
+            [await chat_prompt(services, request, ask) for ask in asks],
+            grammar=_GRAMMAR,
         )
-        asked = [
-            await _asked(services, request, card, context, index, each.message)
-            for index, each in enumerate(body.input)
-        ]
-        pump = await services.begin(ticket, params, len(asked))
-        pump.watch(request.receive)
-        pump.read(await pump.open(services.backend, asked))
-        collected = await collect(pump, len(asked))
+        collected = await collect(pump, len(asks))
         results = [
             _result(choice, each.kinds)
             for choice, each in zip(collected.choices, body.input, strict=True)
@@ -196,24 +196,10 @@ def _model(services: Services, request: Request, asked: str | None) -> ModelCard
     return card
 
 
-async def _asked(
-    services: Services,
-    request: Request,
-    card: ModelCard,
-    context: GenerationContext,
-    index: int,
-    message: dict[str, Any],
-) -> ChatRequest:
+def _ask(card: ModelCard, message: dict[str, Any]) -> ChatInput:
     messages = ({"role": "system", "content": _INSTRUCTIONS}, message)
     options = thinking_switch(card, False)
-    ask = ChatInput(card, messages, grammar=_GRAMMAR, template_options=options)
-    own = msgspec.structs.replace(
-        context,
-        request_id=f"{context.request_id}-{index}",
-        # Only the first one has a queue timeout, because the others may have to wait for it.
-        queue_timeout_s=context.queue_timeout_s if index == 0 else None,
-    )
-    return await chat_request(services, request, ask, own)
+    return ChatInput(card, messages, grammar=_GRAMMAR, template_options=options)
 
 
 def _result(choice: Choice, kinds: tuple[Kind, ...]) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from engine.core.interfaces.backend import GrammarSpec, ModelCard, ToolChoice
 from engine.core.interfaces.request import SamplingParams
 from engine.servers.http.errors import problem
 from engine.servers.openai.beam_fields import BeamBody
-from engine.servers.openai.token_fields import AnyLogprobs, TokenBody, TokenFields
+from engine.servers.openai.token_fields import NO_FIELDS, AnyLogprobs, TokenBody, TokenFields
 from engine.servers.schema import fields
-from engine.servers.schema.body import SamplingBody
+from engine.servers.schema.body import SamplingBody, TokenLimitOrZero
 from engine.servers.schema.tools import parse_tool_choice
 
 MAX_LOGPROBS = 20
@@ -23,6 +23,9 @@ MAX_DOCUMENTS = 128
 MAX_PREDICTED_PARTS = 1024
 _NO_BEAMS = ("prompt_logprobs", "logprob_token_ids", "include_stop_str_in_output")
 DEFAULT_COMPLETION_TOKENS = 16
+# Parameters that few requests have.
+BEAM_FIELDS = frozenset(BeamBody.__annotations__)
+TOKEN_FIELDS = frozenset(TokenBody.__annotations__)
 
 NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
@@ -77,6 +80,10 @@ class OpenAIBody(SamplingBody):
     prediction: Prediction | None = None
     # What to read and change inside the model (`core/interp/spec.py`)
     interp: dict[str, Any] | None = None
+
+    def has_any(self, names: frozenset[str]) -> bool:
+        """Whether the client has sent any of these parameters."""
+        return not names.isdisjoint(self.model_fields_set)
 
     @property
     def expected_text(self) -> str:
@@ -192,6 +199,8 @@ class ChatBody(EndOfPrompt, TokenBody, BeamBody, OpenAIBody):
 
     @property
     def choice_of_tools(self) -> tuple[ToolChoice, tuple[dict[str, Any], ...]]:
+        if self.tool_choice is None and not self.tools:
+            return ToolChoice("none"), ()
         return parse_tool_choice(self.tool_choice, self.tools)
 
     @model_validator(mode="after")
@@ -202,8 +211,10 @@ class ChatBody(EndOfPrompt, TokenBody, BeamBody, OpenAIBody):
         if None not in limits and limits[0] != limits[1]:
             raise problem("max_completion_tokens", "differs from max_tokens; send one of them")
         _ = self.choice_of_tools  # raises if it is invalid
-        self.check_tokens(self.num_top, echoes=False)
-        self._check_best_of()
+        if self.has_any(TOKEN_FIELDS):
+            self.check_tokens(self.num_top, echoes=False)
+        if self.has_any(BEAM_FIELDS):
+            self._check_best_of()
         return self
 
     def _check_best_of(self) -> None:
@@ -215,12 +226,17 @@ class ChatBody(EndOfPrompt, TokenBody, BeamBody, OpenAIBody):
             raise problem("best_of", "is only allowed with use_beam_search, in a chat")
 
     @property
+    def tells_tokens(self) -> bool:
+        """Whether the answer tells more of its tokens than their text."""
+        return self.num_top is not None or self.has_any(TOKEN_FIELDS)
+
+    @property
     def num_top(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def tokens(self) -> TokenFields:
-        return self.token_fields(self.num_top, echoes=False)
+        return self.token_fields(self.num_top, echoes=False) if self.tells_tokens else NO_FIELDS
 
     def params(self, card: ModelCard) -> SamplingParams:
         limit = self.max_completion_tokens or self.max_tokens
@@ -241,7 +257,7 @@ class PromptText(BaseModel):
 
 class CompletionBody(PromptText, TokenBody, BeamBody, OpenAIBody):
     prompt: fields.Prompts
-    max_tokens: fields.TokenLimitOrZero | None = None
+    max_tokens: TokenLimitOrZero | None = None
     logprobs: AnyLogprobs | None = None
     echo: bool | None = None
     suffix: str | None = None

@@ -20,7 +20,7 @@ from engine.servers.openai.format import Collected, Envelope, chat_body
 from engine.servers.openai.schema import ChatBody
 from engine.servers.schema import fields
 from engine.servers.schema.body import validated
-from engine.servers.serving.chat import Follow
+from engine.servers.serving.generation import Follow
 from engine.servers.serving.objects import ObjectStore
 from engine.servers.serving.services import Services, json_bytes, json_response
 

@@ -82,11 +82,6 @@ class TokenFields:
     shows_prompt: bool = False  # the answer's logprobs begin with those of the prompt
     shows_stop: bool = False  # the stop string that ended the text is part of it
 
-    @property
-    def is_told(self) -> bool:
-        """Whether chunks have fields that OpenAI's don't have."""
-        return self.has_ids or self.names_ids
-
     def answer(self, tokens: Sequence[TokenText]) -> list[TokenText]:
         """Tokens of the answer, in the form that the client wants."""
         return [_named(each) for each in tokens] if self.names_ids else list(tokens)

@@ -28,15 +28,15 @@ from engine.servers.openai.schema import ChatPromptBody
 from engine.servers.schema import fields
 from engine.servers.schema.body import parse_body
 from engine.servers.serving.admission import Ticket
-from engine.servers.serving.chat import (
+from engine.servers.serving.generation import (
     check_tools,
     known_options,
     loaded_messages,
     with_preset_options,
     with_system,
 )
+from engine.servers.serving.prompts import parses_special
 from engine.servers.serving.services import Services, json_response
-from engine.servers.serving.special_tokens import parses_special
 
 MAX_IDS = 2**20
 # Max number of different tokens that are returned as text. Each of them takes one call of the

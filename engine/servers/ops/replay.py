@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.core.errors import ConflictError, NotFoundError
-from engine.core.interfaces.notes import RecordedRequest
+from engine.core.interfaces.request import RecordedRequest
 from engine.servers.ops.admin import who_is
 from engine.servers.ops.admin_control import EmptyBody
 from engine.servers.ops.reload import audit_of

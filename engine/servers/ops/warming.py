@@ -27,7 +27,7 @@ from engine.core.interfaces.request import SamplingParams
 from engine.servers.access.auth import SERVER
 from engine.servers.openai.schema import ChatBody, CompletionBody
 from engine.servers.schema.body import parse_body
-from engine.servers.serving.generation_context import OFFLINE_PRIORITY
+from engine.servers.serving.generation import OFFLINE_PRIORITY
 from engine.servers.serving.services import Services, new_completion_id
 
 logger = logging.getLogger(__name__)

@@ -21,14 +21,14 @@ from engine.servers.responses.schema import CompactBody
 from engine.servers.responses.store import PREFIX
 from engine.servers.schema.body import SamplingBody
 from engine.servers.serving.admission import Ticket
-from engine.servers.serving.chat import (
+from engine.servers.serving.event_pump import OutputEvent
+from engine.servers.serving.generation import (
     ChatInput,
     chat_model,
     open_chat,
     thinking_switch,
     warn_of_cache_key,
 )
-from engine.servers.serving.event_pump import OutputEvent
 from engine.servers.serving.services import Services
 
 MAX_SUMMARY_TOKENS = 1_024

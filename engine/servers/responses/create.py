@@ -38,14 +38,14 @@ from engine.servers.responses.schema import (
 )
 from engine.servers.responses.store import PREFIX, ResponseStore, Turn
 from engine.servers.serving.admission import Ticket
-from engine.servers.serving.chat import (
+from engine.servers.serving.event_pump import EventPump
+from engine.servers.serving.generation import (
     ChatInput,
     chat_model,
     effort_options,
     open_chat,
     warn_of_cache_key,
 )
-from engine.servers.serving.event_pump import EventPump
 from engine.servers.serving.services import Services
 
 # Conversations of up to this many items are converted to messages on the event loop. Starting a

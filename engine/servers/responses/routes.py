@@ -26,7 +26,7 @@ from engine.servers.responses.schema import (
 )
 from engine.servers.responses.store import ResponseStore
 from engine.servers.serving.admission import Ticket
-from engine.servers.serving.chat import chat_model, chat_request
+from engine.servers.serving.generation import chat_model, chat_prompt
 from engine.servers.serving.services import (
     Services,
     json_bytes,
@@ -116,5 +116,5 @@ async def _count_tokens(
         request_id=new_completion_id("count"), params=SamplingParams(), grammar=body.grammar
     )
     ask = maker.chat_ask(request, body, card, prompt.messages)
-    chat = await chat_request(services, request, ask, context)
+    chat = (await chat_prompt(services, request, ask))(context=context)
     return len(await services.backend.tokenize(chat, model=card.id))

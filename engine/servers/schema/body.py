@@ -5,6 +5,7 @@ NaN is refused. null means the same as a missing field. Parameters of other serv
 or cause a warning, or are refused with an error that names them; see `dialects`.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
@@ -16,7 +17,9 @@ from pydantic import (
     PlainValidator,
     ValidationError,
     ValidationInfo,
+    ValidatorFunctionWrapHandler,
     WithJsonSchema,
+    WrapValidator,
 )
 
 from engine.core.errors import InvalidRequestError
@@ -68,12 +71,20 @@ def off_values(kind: type[BaseModel]) -> dict[str, tuple[Any, ...]]:
     }
 
 
+def _or_no_limit(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    return value if isinstance(value, fields.NoLimit) else validate(value)
+
+
+TokenLimit = Annotated[fields.TokenCount, WrapValidator(_or_no_limit)]
+TokenLimitOrZero = Annotated[int, Field(ge=0, le=fields.MAX_TOKENS), WrapValidator(_or_no_limit)]
+
+
 class SamplingBody(BaseModel):
     """Fields that all requests for text generation have."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, defer_build=True)
 
-    max_tokens: fields.TokenLimit | None = None
+    max_tokens: TokenLimit | None = None
     min_tokens: Annotated[int, Field(ge=0, le=fields.MAX_TOKENS)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: fields.Fraction | None = None
@@ -177,7 +188,7 @@ class SamplingBody(BaseModel):
         # top_p = 0 keeps only the likeliest token.
         only_best = body.top_p == 0 and not body.samplers
         biases = body.logit_bias.items()
-        return SamplingParams(
+        params = SamplingParams(
             max_tokens=max_tokens,
             min_tokens=min_tokens,
             temperature=_default(body.temperature, 1.0),
@@ -196,7 +207,8 @@ class SamplingBody(BaseModel):
             ignore_eos=bool(body.ignore_eos),
             logprobs=logprobs,
             **body._set_of(SAMPLER_FIELDS),
-        ).named_samplers_only()
+        )
+        return params.named_samplers_only() if params.samplers else params
 
     def _set_of(self, names: Iterable[str]) -> dict[str, Any]:
         """The fields of these names that are not null. Lists become tuples."""
@@ -224,14 +236,23 @@ def parse_body(
     kind: type[Body], raw: dict[str, Any], on_read: Callable[[Reading], None] | None = None
 ) -> Body:
     """Validate the body `raw` of a request for an answer. Parameters of other servers are converted
-    first. `on_read` gets those that were converted, and those that have no effect.
+    first. `on_read` gets those that were converted, and those that have no effect. It is not called
+    if there are none.
     """
-    known = [field.alias or name for name, field in kind.model_fields.items()]
+    known = _names(kind)
+    if raw.keys() <= known:
+        return validated(kind, raw)
     reading = read_words(raw, known, warns=issubclass(kind, SamplingBody))
     body = validated(kind, reading.values, reading.sent_as)
     if on_read is not None:
         on_read(reading)
     return body
+
+
+@functools.cache
+def _names(kind: type[BaseModel]) -> frozenset[str]:
+    """The parameters of a body under the names that clients use."""
+    return frozenset(field.alias or name for name, field in kind.model_fields.items())
 
 
 def validated(

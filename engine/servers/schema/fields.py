@@ -11,9 +11,7 @@ from pydantic import (
     BeforeValidator,
     Field,
     PlainValidator,
-    ValidatorFunctionWrapHandler,
     WithJsonSchema,
-    WrapValidator,
 )
 
 from engine.core.interfaces.backend import GrammarSpec
@@ -56,15 +54,11 @@ def _off_if_negative(value: Any) -> Any:
     return 0 if type(value) is int and value == -1 else value
 
 
-class _NoLimit(int):
+class NoLimit(int):
     """A length limit that bodies can't have. Parameters of other servers are converted to it."""
 
 
-NO_LIMIT = _NoLimit(-1)
-
-
-def _or_no_limit(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-    return value if isinstance(value, _NoLimit) else validate(value)
+NO_LIMIT = NoLimit(-1)
 
 
 def _parse_stop(value: Any) -> tuple[str, ...]:
@@ -299,8 +293,6 @@ _SAMPLER_ALIASES = {"typ_p": "typical_p", "typ": "typical_p", "temp": "temperatu
 Fraction = Annotated[float, Field(ge=0, le=1)]
 SignedPenalty = Annotated[float, Field(ge=-2, le=2)]
 TokenCount = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
-TokenLimit = Annotated[TokenCount, WrapValidator(_or_no_limit)]
-TokenLimitOrZero = Annotated[int, Field(ge=0, le=MAX_TOKENS), WrapValidator(_or_no_limit)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 ModelName = Annotated[str, Field(min_length=1, max_length=256)]
 Priority = Annotated[int, Field(ge=-100, le=100)]  # requests with lower numbers run first

@@ -1,20 +1,27 @@
-"""Requests with one or several prompts and no template: opens them all on the backend."""
+"""Requests with one or several prompts and no template: opens them all on the backend. Also tells
+whether names of control tokens in a prompt become tokens.
+"""
 
+import functools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from starlette.requests import Request
 
-from engine.core.interfaces.backend import CompletionRequest, GrammarSpec, ModelCard
+from engine.core.interfaces.backend import CompletionRequest, GrammarSpec, ModelCard, TokenizerInfo
 from engine.core.interfaces.request import SamplingParams
+from engine.core.text.long_texts import after_other_long_texts
+from engine.servers.access.auth import principal_of
 from engine.servers.schema.body import SamplingBody
 from engine.servers.schema.fields import Prompt
 from engine.servers.serving.admission import Ticket
-from engine.servers.serving.chat import NO_TEXT, require_grammar
 from engine.servers.serving.event_pump import EventPump
-from engine.servers.serving.generation_context import context_of_prompt, generation_context
+from engine.servers.serving.generation import NO_TEXT, open_generation, require_grammar
 from engine.servers.serving.services import Services, new_completion_id
-from engine.servers.serving.special_tokens import parses_special
+
+# Prompts up to this size are searched on the event loop.
+INLINE_CHARACTERS = 8_192
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,19 +52,55 @@ async def open_prompts(
     require_grammar(services, card, prompts.grammar)
     parses = await parses_special(services, request, card, prompts.parse_special, prompts.texts)
     backend_id = new_completion_id(prompts.prefix)
-    context = generation_context(
-        services, request, card, body, prompts.params, backend_id, prompts.grammar
+    return await open_generation(
+        *(services, request, ticket, card, body, prompts.params, backend_id),
+        [
+            functools.partial(
+                CompletionRequest, prompt=prompt, parse_special=parses, echo=prompts.echo
+            )
+            for prompt in prompts.texts
+        ],
+        grammar=prompts.grammar,
     )
-    asked = [
-        CompletionRequest(
-            context=context_of_prompt(context, index),
-            prompt=prompt,
-            parse_special=parses,
-            echo=prompts.echo,
-        )
-        for index, prompt in enumerate(prompts.texts)
-    ]
-    pump = await services.begin(ticket, prompts.params, len(asked))
-    pump.watch(request.receive)
-    pump.read(await pump.open(services.backend, asked))
-    return pump
+
+
+async def parses_special(
+    services: Services,
+    request: Request,
+    card: ModelCard,
+    asked: bool | None,
+    texts: Sequence[object],
+) -> bool:
+    """Whether names of control tokens in the prompts `texts` become these tokens. If not, and a
+    text has such a name, the client is warned. `asked` is the request's `parse_special`; the
+    key's setting is its default.
+    """
+    parses = principal_of(request).parse_special if asked is None else asked
+    if parses or asked is not None:
+        return parses
+    info = await services.backend.tokenizer_info(model=card.id)
+    if info is None:
+        return False
+    for text in texts:
+        if isinstance(text, str) and (found := await _control_token(text, info)) is not None:
+            what = f"{found} in the prompt is read as text; set it to true for a control token"
+            services.warn(request, "parse_special", what)
+            break
+    return False
+
+
+async def _control_token(text: str, info: TokenizerInfo) -> str | None:
+    """The first name of a control token in `text`."""
+
+    def search() -> str | None:
+        found = _control_tokens(tuple(info.special_tokens)).search(text)
+        return None if found is None else found.group()
+
+    if len(text) <= INLINE_CHARACTERS:
+        return search()
+    return await after_other_long_texts(search)
+
+
+@functools.lru_cache(maxsize=16)
+def _control_tokens(names: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, names)) or r"(?!)")

@@ -1,13 +1,16 @@
 """State and helpers that all generating routes share: the backend, admission, model lookup."""
 
+import asyncio
 import functools
 import re
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
+from fastapi.dependencies.models import Dependant
+from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -20,20 +23,16 @@ from engine.core.errors import (
     UnavailableError,
 )
 from engine.core.interfaces.backend import ModelCard, Preset
-from engine.core.interfaces.request import SamplingParams
 from engine.core.key_file import NO_LIMITS
 from engine.core.observability.metrics import Metrics
 from engine.servers.access.auth import KeyRing, Principal, principal_of
 from engine.servers.access.quotas import Quotas
 from engine.servers.http.errors import PromptTooLargeError
-from engine.servers.http.history import RequestHistory
 from engine.servers.http.limits import decode_object, read_parsed
-from engine.servers.http.request_log import record_of
+from engine.servers.http.request_log import RequestHistory, record_of
 from engine.servers.schema.body import Body, parse_body
 from engine.servers.schema.dialects.reading import Reading
 from engine.servers.serving.admission import Lifecycle, Ticket
-from engine.servers.serving.event_pump import EventPump
-from engine.servers.serving.watcher import EngineWatcher
 
 if TYPE_CHECKING:
     from engine.core.config_presets import PresetTable
@@ -46,7 +45,9 @@ NOT_READY_RETRY_S = 5.0
 # No text of a prompt has more bytes per token than this, except for long runs of one character.
 MAX_BYTES_PER_TOKEN = 16
 _MAX_NAMED_MODELS = 20
+WATCH_INTERVAL_S = 0.5
 T = TypeVar("T")
+Check = Callable[[Request], Awaitable[None]]
 # Entry of the ASGI scope with the model that the path of a request names. It replaces the model in
 # the body.
 DEPLOYMENT = "engine.deployment"
@@ -61,6 +62,36 @@ class Component(Protocol):
     async def start(self) -> None: ...
 
     async def stop(self) -> None: ...
+
+
+class EngineWatcher:
+    """Copies the engine's counters into the server's metrics, periodically and whenever the metrics
+    are read. It sends no request to the engine, because the backend already has the counters.
+    """
+
+    def __init__(self, backend: BackendHolder, metrics: Metrics) -> None:
+        self._backend = backend
+        self._metrics = metrics
+        self._num_restarts = self._num_revived = 0
+
+    async def run(self) -> None:
+        """Call `observe` periodically until cancelled."""
+        while True:
+            self.observe()
+            await asyncio.sleep(WATCH_INTERVAL_S)
+
+    def observe(self) -> None:
+        """Update the metrics from the backend's current statistics."""
+        backend = self._backend.current
+        health, stats = backend.health(), backend.stats()
+        for _ in range(health.num_restarts - self._num_restarts):
+            self._metrics.engine_restarted(backend.totals_survive_restarts)
+        self._num_restarts = health.num_restarts
+        self._metrics.requests_revived(max(0, health.num_revived - self._num_revived))
+        self._num_revived = health.num_revived
+        if stats is not None:
+            self._metrics.observe(stats)
+        self._metrics.set_ready(health.ready)
 
 
 @dataclass(frozen=True)
@@ -300,15 +331,48 @@ class Services:
                 code="unsupported_parameter",
             )
 
-    async def begin(
-        self, ticket: Ticket, params: SamplingParams, num_prompts: int = 1
-    ) -> EventPump:
-        return await ticket.begin(
-            num_prompts,
-            num_choices=params.n,
-            max_tokens=params.max_tokens,
-            timeout_s=self.settings.server.request_timeout_s,
-        )
+
+class AdmittedRoute(APIRoute):
+    """Any route of the application. If its handler only takes a request and a ticket, both are
+    passed directly: the general solver of FastAPI takes longer than the checks themselves. OpenAPI
+    and the handlers of errors see no difference.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        services = _services_of(self.dependant)
+        if services is None:
+            return super().get_route_handler()
+        checks: list[Check] = [
+            each.call
+            for each in self.dependant.dependencies
+            if each.name is None and each.call is not None
+        ]
+        admit, handler = services.admit, self.endpoint
+
+        async def handle(request: Request) -> Response:
+            for check in checks:
+                await check(request)
+            ticket = await admit(request)
+            # This stack is left when the response has been sent.
+            request.scope["fastapi_inner_astack"].push_async_callback(ticket.close)
+            response: Response = await handler(request, ticket)
+            return response
+
+        return handle
+
+
+def _services_of(dependant: Dependant) -> Services | None:
+    """The services that admit the requests of a route. None if its handler needs other things."""
+    more = (
+        *(dependant.path_params, dependant.query_params, dependant.header_params),
+        *(dependant.cookie_params, dependant.body_params),
+    )
+    named = [each for each in dependant.dependencies if each.name is not None]
+    if any(more) or len(named) != 1 or dependant.request_param_name != "request":
+        return None
+    services = getattr(named[0].call, "__self__", None)
+    is_ticket = isinstance(services, Services) and named[0].call == services.admitted
+    return services if is_ticket else None
 
 
 def new_completion_id(prefix: str) -> str:

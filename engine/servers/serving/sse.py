@@ -28,8 +28,8 @@ from engine.core.interfaces.backend import (
     ToolCallEvent,
     UsageEvent,
 )
-from engine.servers.http.direct_body import DirectBody, direct_body
 from engine.servers.http.errors import ClientDisconnectedError, error_body, opaque_error
+from engine.servers.http.protocol import DirectBody, direct_body
 from engine.servers.http.request_log import record_of
 from engine.servers.serving.event_pump import EventPump, OutputEvent
 

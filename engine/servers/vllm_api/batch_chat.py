@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable
 from typing import Annotated, Any
 
-import msgspec
 from fastapi import Depends, FastAPI
 from pydantic import Field
 from starlette.requests import Request
@@ -20,8 +19,7 @@ from engine.servers.openai.token_fields import with_token_params
 from engine.servers.schema.body import parse_body
 from engine.servers.schema.dialects.reading import Reading, asks_for_nothing
 from engine.servers.serving.admission import Ticket
-from engine.servers.serving.chat import chat_model, chat_request
-from engine.servers.serving.generation_context import generation_context
+from engine.servers.serving.generation import chat_model, chat_prompt, open_generation
 from engine.servers.serving.services import Services, json_bytes, new_completion_id
 
 MAX_CONVERSATIONS = 128
@@ -73,27 +71,15 @@ def add_batch_chat_routes(app: FastAPI, services: Services) -> None:
         card = chat_model(services, request, body.model, "messages")
         params = await with_token_params(services, card, body, body.params(card))
         completion_id = new_completion_id("chatcmpl")
-        context = generation_context(
-            services, request, card, body, params, completion_id, body.grammar
+        pump = await open_generation(
+            *(services, request, ticket, card, body, params, completion_id),
+            [
+                await chat_prompt(services, request, chat_ask(services, request, each, card))
+                for each in bodies
+            ],
+            grammar=body.grammar,
         )
-        requests = [
-            await chat_request(
-                services,
-                request,
-                chat_ask(services, request, each, card),
-                msgspec.structs.replace(
-                    context,
-                    request_id=f"{completion_id}-{index}",
-                    # The other conversations may have to wait for the first.
-                    queue_timeout_s=context.queue_timeout_s if index == 0 else None,
-                ),
-            )
-            for index, each in enumerate(bodies)
-        ]
-        pump = await services.begin(ticket, params, len(requests))
-        pump.watch(request.receive)
-        pump.read(await pump.open(services.backend, requests))
-        collected = await collect(pump, len(requests))
+        collected = await collect(pump, len(bodies))
         envelope = new_envelope(completion_id, card)
         return json_bytes(
             chat_body(envelope, collected, pump.usage, tokens=body.tokens, metadata=body.metadata)

@@ -16,7 +16,7 @@ import uvloop
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.servers.http import protocol
-from engine.servers.http.direct_body import direct_body
+from engine.servers.http.protocol import direct_body
 from tests.support.servers.live_server import live_server, wait_until
 from tests.support.servers.node_processes import certify
 

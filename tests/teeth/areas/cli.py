@@ -182,7 +182,7 @@ MUTATIONS = [
     ),
     Mutation(
         "presets: a conversation gets two system messages",
-        "engine.servers.serving.chat",
+        "engine.servers.serving.generation",
         'if system is None or any(message["role"] == "system" for message in messages):',
         "if system is None:",
         "tests/unit/servers/serving/test_presets.py::test_parameters_of_a_request_override_the_preset",

@@ -34,7 +34,7 @@ MUTATIONS = [
     ),
     Mutation(
         "corners: a merged end loses its stop token",
-        "engine.frontend.text_reader",
+        "engine.frontend.generation",
         "        stop_token_id=last.stop_token_id,\n",
         "        stop_token_id=first.stop_token_id,\n",
         "tests/unit/frontend/test_generation.py::test_merging_deltas_keeps_the_stop_token",

@@ -65,7 +65,7 @@ MUTATIONS = [
     ),
     Mutation(
         "frontend: merging a backlog loses log-probabilities",
-        "engine.frontend.text_reader",
+        "engine.frontend.generation",
         "        logprobs=tuple(each for some in scores for each in some) if scores else None,\n",
         "        logprobs=first.logprobs,\n",
         f"{GENERATION_TESTS}::test_a_slow_reader_gets_its_backlog_as_one_event",
@@ -86,7 +86,7 @@ MUTATIONS = [
     ),
     Mutation(
         "frontend: text held back for a stop string is lost at the end",
-        "engine.frontend.text_reader",
+        "engine.frontend.generation",
         "        if ends or self.stopped is not None:\n            text +=",
         "        if self.stopped is not None:\n            text +=",
         f"{GENERATION_TESTS}::test_text_held_back_for_a_stop_string_is_emitted_at_the_end",
@@ -100,7 +100,7 @@ MUTATIONS = [
     ),
     Mutation(
         "frontend: min_tokens is off by one for stop strings",
-        "engine.frontend.text_reader",
+        "engine.frontend.generation",
         "self._num_tokens > self._min_tokens)",
         "self._num_tokens >= self._min_tokens)",
         f"{EVENT_TESTS}::test_stop_strings_are_ignored_before_min_tokens",
@@ -184,14 +184,14 @@ MUTATIONS = [
     ),
     Mutation(
         "frontend: a full context is refused one token early",
-        "engine.core.text.context_length",
+        "engine.backends.base",
         "    if num_prompt + asked > max_seq_len or",
         "    if num_prompt + asked >= max_seq_len or",
         f"{REQUEST_TESTS}::test_prompt_and_max_tokens_must_fit_the_context",
     ),
     Mutation(
         "frontend: a prompt that leaves room for no token passes",
-        "engine.core.text.context_length",
+        "engine.backends.base",
         "or num_prompt >= max_seq_len:",
         "or num_prompt > max_seq_len:",
         f"{REQUEST_TESTS}::test_prompt_and_max_tokens_must_fit_the_context",

@@ -30,7 +30,7 @@ MUTATIONS = [
     ),
     Mutation(
         "insight: a tenant finds the requests of others by their ids",
-        "engine.servers.http.history",
+        "engine.servers.http.request_log",
         "        for each in self.newest(tenant):\n",
         "        for each in self.newest(None):\n",
         f"{API_TESTS}::test_a_tenant_sees_its_own_requests_and_the_admin_all",

@@ -151,14 +151,14 @@ MUTATIONS = [
     ),
     Mutation(
         "ipc: a load that ticks and does nothing lasts for ever",
-        "engine.frontend.downtime",
+        "engine.frontend.liveness_monitor",
         "        if self._headway.idle_s > LOAD_STALLED_S:\n",
         "        if False:\n",
         f"{LINK_TESTS}::test_a_load_without_progress_is_killed_although_the_heartbeat_ticks",
     ),
     Mutation(
         "ipc: a server whose engine can't be restarted is alive for ever",
-        "engine.frontend.downtime",
+        "engine.frontend.liveness_monitor",
         "        return still_s > max(",
         "        return False and still_s > max(",
         f"{LINK_TESTS}::test_a_restart_that_takes_too_long_is_reported_until_an_engine_is_ready",

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from engine.backends.base import check_context, check_input
 from engine.core.errors import EngineError, InvalidRequestError, RateLimitError
 from engine.core.interfaces.backend import (
     CompletionRequest,
@@ -16,7 +17,6 @@ from engine.core.interfaces.backend import (
     GrammarSpec,
 )
 from engine.core.interfaces.request import Deltas, GenerateRequest, SamplingParams, TokenDelta
-from engine.core.text.context_length import check_context, check_input
 from engine.frontend import embedding
 from engine.frontend.embedding import vectors_of
 from engine.frontend.engine_link import EngineLink

@@ -12,7 +12,6 @@ from engine_tools.source_trees import ROOT, Source, sources
 SUPERVISORS = (
     "engine.backends.process",
     "engine.ipc.engine_process",
-    "engine.frontend.downtime",
     "engine.frontend.engine_client",
     "engine.frontend.engine_link",
     "engine.frontend.liveness_monitor",

@@ -19,8 +19,7 @@ from engine.core.interfaces.backend import (
     UsageEvent,
 )
 from engine.core.interfaces.interp import Capture, Edit, InterpRequest, Lens
-from engine.core.interfaces.notes import RequestNotes
-from engine.core.interfaces.request import SamplingParams
+from engine.core.interfaces.request import RequestNotes, SamplingParams
 from engine.routing.metrics import ShadowMetrics
 from engine.routing.shadow import traffic as shadow_module
 from engine.routing.shadow.traffic import Mirror, Shadow, ShadowRoute

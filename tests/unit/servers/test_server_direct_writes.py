@@ -9,7 +9,7 @@ import pytest
 
 from engine.backends.base import EventFeed, EventSink
 from engine.core.interfaces.backend import Event, FinishEvent, TextEvent, UsageEvent
-from engine.servers.http.direct_body import with_direct_body
+from engine.servers.http.protocol import with_direct_body
 from engine.servers.http.request_log import RequestRecord
 from engine.servers.openai.format import ChatStream, Envelope
 from engine.servers.serving.event_pump import EventPump

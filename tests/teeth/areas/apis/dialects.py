@@ -42,7 +42,7 @@ MUTATIONS = [
     ),
     Mutation(
         "cache_prompt false uses the cache",
-        "engine.servers.serving.generation_context",
+        "engine.servers.serving.generation",
         "if body.cache_prompt is False:",
         "if False:",
         f"{_TESTS}::test_the_engine_reports_progress_and_can_skip_its_cache",

@@ -70,7 +70,7 @@ MUTATIONS = [
     ),
     Mutation(
         "batches: lines come before people",
-        "engine.servers.serving.generation_context",
+        "engine.servers.serving.generation",
         "return OFFLINE_PRIORITY if is_acting(request.scope) else 0",
         "return 0",
         "tests/unit/servers/batches/test_server_batches.py::test_every_line_is_answered_in_order",

@@ -21,7 +21,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a prompt without the cache finds cached prefixes",
-        "engine.servers.serving.generation_context",
+        "engine.servers.serving.generation",
         "salt = UNSHARED + secrets.token_hex(16)",
         "salt = UNSHARED",
         f"{TESTS}::test_cache_prompt_false_skips_the_prefix_cache",

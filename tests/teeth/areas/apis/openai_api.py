@@ -128,7 +128,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a second prompt is refused for having waited for the first",
-        "engine.servers.serving.generation_context",
+        "engine.servers.serving.generation",
         "queue_timeout_s=context.queue_timeout_s if index == 0 else None",
         "queue_timeout_s=context.queue_timeout_s",
         "tests/unit/servers/access/test_server_tenants.py"

@@ -107,7 +107,7 @@ MUTATIONS = [
     ),
     Mutation(
         "tenants: the backend is not told whose a request is",
-        "engine.servers.serving.generation_context",
+        "engine.servers.serving.generation",
         "        tenant=principal.name,\n        timeout_s",
         "        timeout_s",
         "tests/unit/servers/access/test_server_tenants.py"
@@ -115,7 +115,7 @@ MUTATIONS = [
     ),
     Mutation(
         "deadlines: the backend is not told how long a request may take",
-        "engine.servers.serving.generation_context",
+        "engine.servers.serving.generation",
         "        timeout_s=services.settings.server.request_timeout_s,\n        queue",
         "        queue",
         "tests/unit/servers/access/test_server_tenants.py"
@@ -123,7 +123,7 @@ MUTATIONS = [
     ),
     Mutation(
         "deadlines: the backend is not told how long a request may wait",
-        "engine.servers.serving.generation_context",
+        "engine.servers.serving.generation",
         "        queue_timeout_s=queue_timeout_s(services, request),\n",
         "",
         "tests/unit/servers/access/test_server_tenants.py"
@@ -131,28 +131,28 @@ MUTATIONS = [
     ),
     Mutation(
         "deadlines: a batch's line is refused for having waited",
-        "engine.servers.serving.generation_context",
+        "engine.servers.serving.generation",
         "return None if is_own else services",
         "return services",
         "tests/unit/servers/access/test_server_tenants.py::test_background_work_has_no_queue_timeout",
     ),
     Mutation(
         "sessions do not reach the router",
-        "engine.servers.serving.generation_context",
+        "engine.servers.serving.generation",
         "        session=_session(request, body),\n",
         "",
         "tests/unit/servers/access/test_server_tenants.py::test_sessions_are_distinguished_without_storing_their_names",
     ),
     Mutation(
         "tenants: one can name another's salt",
-        "engine.servers.serving.generation_context",
+        "engine.servers.serving.generation",
         "salt = principal.digest(body.cache_salt)",
         "salt = body.cache_salt",
         "tests/unit/servers/openai/test_server_parameters.py::test_a_cache_salt_separates_caches_and_never_joins_tenants",
     ),
     Mutation(
         "tenants: sessions of one name are one session",
-        "engine.servers.serving.generation_context",
+        "engine.servers.serving.generation",
         'return principal_of(request).digest(named) if named else ""',
         'return named or ""',
         "tests/unit/servers/access/test_server_tenants.py::test_sessions_are_distinguished_without_storing_their_names",
@@ -258,7 +258,7 @@ MUTATIONS = [
     ),
     Mutation(
         "prompts: the key's setting wins over the request's",
-        "engine.servers.serving.special_tokens",
+        "engine.servers.serving.prompts",
         "principal_of(request).parse_special if asked is None else asked",
         "principal_of(request).parse_special or bool(asked)",
         "tests/unit/servers/openai/test_server_prompt_texts.py::test_a_key_may_allow_control_tokens_in_prompts",

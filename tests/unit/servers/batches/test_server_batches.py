@@ -15,7 +15,7 @@ from openai.types import Batch
 
 from engine.core.errors import InferenceError, RateLimitError, UnavailableError
 from engine.servers.batches import lines, run, runner, store
-from engine.servers.serving.generation_context import OFFLINE_PRIORITY
+from engine.servers.serving.generation import OFFLINE_PRIORITY
 from tests.support.fakes.fake_backend import MODEL, FakeBackend
 from tests.support.fakes.stopping_backend import StoppingBackend, stopping_after
 from tests.support.servers.live_server import LiveServer, chat, live_server, wait_until

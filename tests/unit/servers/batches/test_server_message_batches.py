@@ -10,7 +10,7 @@ import pytest
 from anthropic.types.messages import MessageBatch
 
 from engine.servers.batches import run, runner
-from engine.servers.serving.generation_context import OFFLINE_PRIORITY
+from engine.servers.serving.generation import OFFLINE_PRIORITY
 from tests.support.fakes.fake_backend import MODEL
 from tests.support.fakes.stopping_backend import StoppingBackend
 from tests.support.servers.live_server import LiveServer, live_server, wait_until

@@ -24,7 +24,7 @@ from engine.servers.ops import audit as audit_module
 from engine.servers.ops.audit import AuditLog
 from engine.servers.ops.reload import reread
 from engine.servers.ops.warming import tenants_of, warm
-from engine.servers.serving.generation_context import OFFLINE_PRIORITY
+from engine.servers.serving.generation import OFFLINE_PRIORITY
 from tests.support.fakes.fake_backend import MODEL, FakeBackend
 from tests.support.servers.live_server import (
     LiveServer,

@@ -10,14 +10,12 @@ from typing import Any
 import httpx
 import pytest
 
-from engine.core.interfaces.notes import RequestNotes
-from engine.core.interfaces.request import TokenDelta
+from engine.core.interfaces.request import RequestNotes, TokenDelta
 from engine.core.key_file import add_key
 from engine.core.observability.metrics import Metrics
 from engine.frontend.request_recovery import MAX_LEFT, OpenRequests
 from engine.servers.app import create_app
-from engine.servers.http.history import RequestHistory
-from engine.servers.http.request_log import RequestRecord
+from engine.servers.http.request_log import RequestHistory, RequestRecord
 from engine.servers.serving.admission import Ticket
 from tests.support.fakes.fake_backend import FakeBackend
 from tests.support.fakes.routed_replicas import replica, router

@@ -1,10 +1,14 @@
-"""Submits conversations to the backend, for all chat APIs.
+"""Submits prompts and conversations to the backend, for all APIs that generate text.
 
-Each API parses its request body into a `ChatInput`. If the model does not support a feature that
-the `ChatInput` uses, the request is refused or the client gets a warning. So all APIs make the same
+`open_generation` does it for every route. `open_chat` prepares a conversation for it: each chat API
+parses its request body into a `ChatInput`. If the model does not support a feature that the
+`ChatInput` uses, the request is refused or the client gets a warning. So all APIs make the same
 checks with the same messages.
 """
 
+import functools
+import secrets
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,17 +18,19 @@ from starlette.requests import Request
 
 from engine.core.interfaces.backend import (
     ChatRequest,
+    CompletionRequest,
     Event,
     GenerationContext,
     GrammarSpec,
     ModelCard,
     ToolChoice,
 )
-from engine.core.interfaces.request import SamplingParams
+from engine.core.interfaces.request import UNSHARED, SamplingParams
+from engine.servers.access.auth import is_acting, principal_of
+from engine.servers.http.request_log import record_of
 from engine.servers.schema.body import SamplingBody
 from engine.servers.serving.admission import Ticket
 from engine.servers.serving.event_pump import EventPump, Opener
-from engine.servers.serving.generation_context import generation_context
 from engine.servers.serving.services import Services
 
 NO_TEXT = "writes no text; use /v1/embeddings"
@@ -41,9 +47,178 @@ _SWITCHES: tuple[tuple[str, Any, Any], ...] = (
     ("thinking_budget", None, 0),
 )
 
+REPLACED_BY_MIROSTAT = (
+    *("top_k", "top_p", "min_p", "typical_p", "top_n_sigma"),
+    *("xtc_probability", "min_keep", "samplers"),
+)
+_DEFAULT_PARAMS = SamplingParams()
+# The lowest priority (the largest number), so that lines of batches and other offline work run
+# after all requests of clients.
+OFFLINE_PRIORITY = 100
+# Names that clients use for sampling parameters, if they have other names here.
+_SENT_AS = {"text_bias": "logit_bias"}
+SESSION_HEADER = "x-session-id"
 
 # A function that wraps a stream of events, for example to store the answer at its end.
 Follow = Callable[[AsyncIterator[Event]], AsyncIterator[Event]]
+
+# Makes the backend's request of one prompt, when its context is known.
+NewRequest = functools.partial[ChatRequest] | functools.partial[CompletionRequest]
+
+
+async def open_generation(
+    services: Services,
+    request: Request,
+    ticket: Ticket,
+    card: ModelCard,
+    body: SamplingBody,
+    params: SamplingParams,
+    completion_id: str,
+    prompts: Sequence[NewRequest],
+    *,
+    grammar: GrammarSpec | None = None,
+    follow: Follow | None = None,
+    opener: Opener | None = None,
+    is_watched: bool = True,
+    has_queue_timeout: bool = True,
+) -> EventPump:
+    """Submit the prompts of a request to the backend, and wait until the backend accepts them.
+    Returns the `EventPump` that reads the events of all answers.
+
+    If `follow` is given, it wraps the events of each prompt, in the order of the prompts. If
+    `opener` is given, it takes the prompts in the backend's place. If not `is_watched`, the request
+    continues when the client disconnects.
+    """
+    context = _context(services, request, card, body, params, completion_id, grammar)
+    if not has_queue_timeout:
+        context = msgspec.structs.replace(context, queue_timeout_s=None)
+    if len(prompts) == 1:
+        asked = [prompts[0](context=context)]
+    else:
+        asked = [new(context=_nth(context, index)) for index, new in enumerate(prompts)]
+    pump = await ticket.begin(
+        len(asked),
+        num_choices=params.n,
+        max_tokens=params.max_tokens,
+        timeout_s=services.settings.server.request_timeout_s,
+    )
+    pump.reports_progress = body.reports_progress
+    if is_watched:
+        pump.watch(request.receive)
+    sources = await pump.open(opener or services.backend, asked)
+    pump.read(sources if follow is None else [follow(source) for source in sources])
+    return pump
+
+
+def _context(
+    services: Services,
+    request: Request,
+    card: ModelCard,
+    body: SamplingBody,
+    params: SamplingParams,
+    completion_id: str,
+    grammar: GrammarSpec | None = None,
+) -> GenerationContext:
+    """Everything that the backend needs besides the prompt: sampling parameters, model, tenant,
+    salt and time limits. Also sets fields of the request's log line.
+    """
+    _check_params(services, request, card, params)
+    principal = principal_of(request)
+    record = record_of(request.scope)
+    record.completion_id = completion_id
+    record.accepted_at = time.monotonic()
+    record.tenant = principal.name
+    record.metadata = body.metadata or None
+    note_end_user(request, body.end_user)
+    salt = principal.name
+    if body.cache_salt is not None:
+        salt = principal.digest(body.cache_salt)
+    if body.cache_prompt is False:
+        salt = UNSHARED + secrets.token_hex(16)
+    return GenerationContext(
+        request_id=completion_id,
+        params=params,
+        model=card.id,
+        session=_session(request, body),
+        priority=priority_of(services, request, card, body.priority),
+        salt=salt,
+        tenant=principal.name,
+        timeout_s=services.settings.server.request_timeout_s,
+        queue_timeout_s=queue_timeout_s(services, request),
+        grammar=grammar,
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
+        truncation_side=body.truncation_side or "left",
+        expected=body.expected_text,
+        notes=services.history.notes_of(record),
+    )
+
+
+def _nth(context: GenerationContext, index: int) -> GenerationContext:
+    """The context of one of several prompts of a request. Only the first prompt has a queue
+    timeout, because the others may have to wait for it.
+    """
+    return msgspec.structs.replace(
+        context,
+        request_id=f"{context.request_id}-{index}",
+        queue_timeout_s=context.queue_timeout_s if index == 0 else None,
+    )
+
+
+def priority_of(services: Services, request: Request, card: ModelCard, asked: int | None) -> int:
+    """The request's priority. Warns the client if the backend ignores priorities. This is no
+    error, because a priority is only a hint.
+    """
+    if asked and "priority" in card.lacks:
+        services.warn(request, "priority", f"has no effect, its backend ({card.backend}) has none")
+    if asked is not None:
+        return asked
+    return OFFLINE_PRIORITY if is_acting(request.scope) else 0
+
+
+def queue_timeout_s(services: Services, request: Request) -> float | None:
+    """Max seconds that the request may wait in the queue for its first step. None for batches
+    and other offline work, for which no client waits.
+    """
+    is_own = is_acting(request.scope)
+    return None if is_own else services.settings.server.queue_timeout_s
+
+
+def note_end_user(request: Request, user: str | None) -> None:
+    """Write a hash of the end user's name to the request log, so that abuse can be traced
+    without storing the name.
+    """
+    if user:
+        digest = principal_of(request).digest(user)
+        record_of(request.scope).user_hash = digest[:16]
+
+
+def _check_params(
+    services: Services, request: Request, card: ModelCard, params: SamplingParams
+) -> None:
+    """Refuse sampling parameters that the model's backend lacks. Warn about those that it
+    emulates, and about samplers that Mirostat replaces.
+    """
+    for name in REPLACED_BY_MIROSTAT if params.mirostat else ():
+        if getattr(params, name) != getattr(_DEFAULT_PARAMS, name):
+            services.warn(request, name, "has no effect, mirostat replaces it")
+    if not (card.lacks or card.emulated):
+        return
+    for name in SamplingParams.__struct_fields__:
+        if getattr(params, name) == getattr(_DEFAULT_PARAMS, name):
+            continue
+        if name in card.lacks:
+            what = f"is answered by a backend ({card.backend}) that has no such parameter"
+            services.require(card, name, _SENT_AS.get(name, name), what)
+        elif name in card.emulated:
+            services.warn(request, name, f"emulated, for its backend ({card.backend}) lacks it")
+
+
+def _session(request: Request, body: SamplingBody) -> str:
+    """A hash of the name that the client gave to the conversation. Empty if the client sent
+    none.
+    """
+    named = request.headers.get(SESSION_HEADER) or body.conversation_key
+    return principal_of(request).digest(named) if named else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +248,16 @@ def chat_model(services: Services, request: Request, name: str | None, param: st
     return card
 
 
-async def chat_request(
-    services: Services, request: Request, ask: ChatInput, context: GenerationContext
-) -> ChatRequest:
-    """Build the request for the backend. Raises if the model lacks a feature that `ask` needs."""
+async def chat_prompt(
+    services: Services, request: Request, ask: ChatInput
+) -> functools.partial[ChatRequest]:
+    """The conversation for `open_generation`. Raises if the model lacks a feature that `ask`
+    needs.
+    """
     require_grammar(services, ask.card, ask.grammar)
     check_tools(services, request, ask.card, ask.tools)
-    return ChatRequest(
-        context=context,
+    return functools.partial(
+        ChatRequest,
         messages=with_system(ask.card, await loaded_messages(services, ask.card, ask.messages)),
         tools=ask.tools,
         tool_choice=ask.tool_choice,
@@ -121,25 +298,19 @@ async def open_chat(
     *,
     is_awaited: bool = True,
 ) -> EventPump:
-    """Submit a conversation to the backend and wait until the backend accepts it. Returns the
-    `EventPump` that reads the answer's events. If `follow` is given, it wraps the stream of events.
-    If `opener` is given, it takes the conversation in the backend's place. If not `is_awaited`, no
-    client waits: the request has no queue timeout, and continues when the client disconnects.
+    """Submit a conversation, as `open_generation` does. If not `is_awaited`, no client waits: the
+    request has no queue timeout, and continues when the client disconnects.
     """
     ask = _without_idle_grammar(services, request, ask)
-    context = generation_context(
-        services, request, ask.card, sampling, params, completion_id, ask.grammar
+    return await open_generation(
+        *(services, request, ticket, ask.card, sampling, params, completion_id),
+        [await chat_prompt(services, request, ask)],
+        grammar=ask.grammar,
+        follow=follow,
+        opener=opener,
+        is_watched=is_awaited,
+        has_queue_timeout=is_awaited,
     )
-    if not is_awaited:
-        context = msgspec.structs.replace(context, queue_timeout_s=None)
-    chat = await chat_request(services, request, ask, context)
-    pump = await services.begin(ticket, params)
-    pump.reports_progress = sampling.reports_progress
-    if is_awaited:
-        pump.watch(request.receive)
-    sources = await pump.open(opener or services.backend, [chat])
-    pump.read(sources if follow is None else [follow(source) for source in sources])
-    return pump
 
 
 async def loaded_messages(
