@@ -16,7 +16,7 @@ from engine.core.errors import (
 )
 from engine.servers.files import store as file_store
 from engine.servers.files.store import FileStore, StorageFullError, hold_file
-from engine.servers.serving.storage import Database
+from engine.servers.storage.database import Database
 
 SCHEMA = "CREATE TABLE IF NOT EXISTS notes (text TEXT NOT NULL)"
 
@@ -30,7 +30,7 @@ def path(tmp_path: Path) -> Path:
 async def database(path: Path) -> AsyncIterator[Database]:
     made = Database(path, SCHEMA)
     yield made
-    await made.close()
+    await made.stop()
 
 
 def add(text: str | None, connection: sqlite3.Connection) -> None:
@@ -50,10 +50,10 @@ async def test_nothing_is_written_before_the_first_use(database: Database, path:
 
 async def test_a_later_run_of_the_server_reads_it(database: Database, path: Path) -> None:
     await database.run(lambda connection: add("one", connection))
-    await database.close()
+    await database.stop()
     later = Database(path, SCHEMA)
     assert await later.run(read) == ["one"]
-    await later.close()
+    await later.stop()
     assert not list(path.parent.glob("*-wal"))  # closed in order, not recovered from a log
 
 
@@ -73,7 +73,7 @@ async def test_two_servers_may_share_a_file(database: Database, path: Path) -> N
     await other.run(lambda connection: add("theirs", connection))
     await database.run(lambda connection: add("ours", connection))
     assert await other.run(read) == ["theirs", "ours"]
-    await other.close()
+    await other.stop()
 
 
 @pytest.mark.parametrize("content", [b"not a database at all" * 100, b"SQLite format 3\0" * 400])
@@ -93,7 +93,7 @@ async def test_a_damaged_file_is_moved_aside(
 
 async def test_damage_that_is_found_while_running(database: Database, path: Path) -> None:
     await database.run(lambda connection: add("x" * 100_000, connection))
-    await database.close()
+    await database.stop()
     content = bytearray(path.read_bytes())
     content[4096:] = b"\xff" * (len(content) - 4096)
     path.write_bytes(content)
@@ -102,7 +102,7 @@ async def test_damage_that_is_found_while_running(database: Database, path: Path
         await again.run(read)
     assert await again.run(read) == []
     assert path.with_name("notes.db.damaged").exists()
-    await again.close()
+    await again.stop()
 
 
 async def test_a_disk_that_fails_is_a_503_and_may_recover(
@@ -128,12 +128,12 @@ async def test_a_file_that_is_taken_away_is_begun_anew(
     if is_replaced:
         other = Database(path, SCHEMA)
         await other.run(lambda connection: add("another's", connection))
-        await other.close()
+        await other.stop()
     await database.run(lambda connection: add("kept", connection))
-    await database.close()
+    await database.stop()
     again = Database(path, SCHEMA)
     assert await again.run(read) == (["another's"] if is_replaced else []) + ["kept"]
-    await again.close()
+    await again.stop()
 
 
 async def test_uploads_that_arrive_together_share_the_room(tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ async def test_uploads_that_arrive_together_share_the_room(tmp_path: Path) -> No
             await two.write(b"x" * 600)
         await two.write(b"x" * 400)
     assert not files.num_arriving
-    await database.close()
+    await database.stop()
 
 
 async def test_a_file_that_a_batch_reads_stays(tmp_path: Path) -> None:
@@ -162,4 +162,4 @@ async def test_a_file_that_a_batch_reads_stays(tmp_path: Path) -> None:
     await database.run(lambda db: hold_file(db, file.id, -1))
     await files.delete("alice", file.id)
     assert not files.path_of(file.id).exists()
-    await database.close()
+    await database.stop()
