@@ -6,7 +6,6 @@ are written to that file and deleted from the database.
 """
 
 import contextlib
-import sqlite3
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
@@ -32,7 +31,7 @@ from engine.servers.files.store import (
     check_num_files,
     hold_file,
 )
-from engine.servers.storage.tables import Store, Table, transaction
+from engine.servers.storage.tables import Db, Store, Table, transaction
 
 # Of each tenant
 MAX_OPEN_BATCHES = 100
@@ -104,7 +103,7 @@ class BatchStore(Store):
         self._files = files
 
     @transaction
-    def create(self, db: sqlite3.Connection, new: NewBatch) -> Batch:
+    def create(self, db: Db, new: NewBatch) -> Batch:
         _make_room(db, new.owner)
         check_input(db, new.owner, new.input_file_id, "batch", "input_file_id")
         return _insert(db, new)
@@ -117,7 +116,7 @@ class BatchStore(Store):
         the beginning, and only the batch's hold keeps it.
         """
 
-        def begin(db: sqlite3.Connection, file: StoredFile) -> None:
+        def begin(db: Db, file: StoredFile) -> None:
             _make_room(db, new.owner)
             batch = _insert(db, replace(new, input_file_id=file.id))
             _start(db, batch, model, lines)
@@ -126,16 +125,14 @@ class BatchStore(Store):
         return await self.find(new.id)
 
     @transaction
-    def find(
-        self, db: sqlite3.Connection, batch_id: str, owner: str | None = None, prefix: str = ""
-    ) -> Batch:
+    def find(self, db: Db, batch_id: str, owner: str | None = None, prefix: str = "") -> Batch:
         """Find a batch by its id. If `owner` is given, only a batch of this owner is found."""
         return _find(db, batch_id, owner, prefix)
 
     @transaction
     def page(
         self,
-        db: sqlite3.Connection,
+        db: Db,
         owner: str,
         prefix: str,
         after: str | None,
@@ -153,21 +150,19 @@ class BatchStore(Store):
         )
 
     @transaction
-    def open_batches(self, db: sqlite3.Connection) -> list[Batch]:
+    def open_batches(self, db: Db) -> list[Batch]:
         """All batches that have not ended, oldest first."""
-        return BATCHES.open_rows(db)
+        return BATCHES.rows(db, BATCHES.is_open)
 
     @transaction
-    def start(
-        self, db: sqlite3.Connection, batch: Batch, model: str, lines: Sequence[Line]
-    ) -> None:
+    def start(self, db: Db, batch: Batch, model: str, lines: Sequence[Line]) -> None:
         """Store the lines and change the batch's status from validating to in_progress. Does
         nothing if the batch was cancelled meanwhile.
         """
         _start(db, batch, model, lines)
 
     @transaction
-    def pending(self, db: sqlite3.Connection, batch_id: str, after: int, limit: int) -> list[Line]:
+    def pending(self, db: Db, batch_id: str, after: int, limit: int) -> list[Line]:
         """Up to `limit` lines that have no result and follow line number `after`."""
         rows = db.execute(
             "SELECT number, custom_id, start, num_bytes FROM batch_lines"
@@ -178,13 +173,7 @@ class BatchStore(Store):
 
     @transaction
     def record(
-        self,
-        db: sqlite3.Connection,
-        batch: Batch,
-        number: int,
-        succeeded: bool,
-        result: bytes,
-        usage: LineUsage,
+        self, db: Db, batch: Batch, number: int, succeeded: bool, result: bytes, usage: LineUsage
     ) -> None:
         """Store the result of a line, unless it has one already. If there is no room, stores
         nothing and raises `StorageFullError`.
@@ -202,7 +191,7 @@ class BatchStore(Store):
         db.execute(f"UPDATE batches SET {changes} WHERE id = ?", (*counts.values(), batch.id))
 
     @transaction
-    def cancel(self, db: sqlite3.Connection, batch_id: str, owner: str, prefix: str) -> Batch:
+    def cancel(self, db: Db, batch_id: str, owner: str, prefix: str) -> Batch:
         batch = _find(db, batch_id, owner, prefix)
         if batch.status == "cancelling":
             return batch
@@ -214,20 +203,18 @@ class BatchStore(Store):
         return _find(db, batch.id)
 
     @transaction
-    def note_errors(
-        self, db: sqlite3.Connection, batch: Batch, errors: Sequence[LineError]
-    ) -> None:
+    def note_errors(self, db: Db, batch: Batch, errors: Sequence[LineError]) -> None:
         """Store the errors that make the batch fail. The batch ends as failed."""
         BATCHES.update(db, batch.id, errors=msgspec.json.encode(errors).decode())
 
     @transaction
-    def finalize(self, db: sqlite3.Connection, batch: Batch) -> Batch:
+    def finalize(self, db: Db, batch: Batch) -> Batch:
         is_running = "status = 'in_progress'"
         BATCHES.update(db, batch.id, is_running, status="finalizing", finalizing_at=unix_now())
         return _find(db, batch.id)
 
     @transaction
-    def outcomes(self, db: sqlite3.Connection, batch_id: str, after: int) -> list[LineOutcome]:
+    def outcomes(self, db: Db, batch_id: str, after: int) -> list[LineOutcome]:
         """A page of results, for lines after number `after`. The total size of a page is limited,
         because a result can be large.
         """
@@ -248,7 +235,7 @@ class BatchStore(Store):
     @transaction
     def end(
         self,
-        db: sqlite3.Connection,
+        db: Db,
         batch: Batch,
         status: str,
         output: StoredFile | None,
@@ -258,11 +245,9 @@ class BatchStore(Store):
         the input file.
         """
         assert status in ENDED
-        files = {
-            "output_file_id": output and output.id,
-            "error_file_id": errors and errors.id,
-        }
-        is_ended = BATCHES.end(db, batch.id, status=status, **{f"{status}_at": unix_now()}, **files)
+        columns = {"status": status, f"{status}_at": unix_now()}
+        columns |= {"output_file_id": output and output.id, "error_file_id": errors and errors.id}
+        is_ended = BATCHES.update(db, batch.id, BATCHES.is_open, **columns)
         assert is_ended, batch.id
         FILES.delete(db, "id = ?", (batch.results_id,))
         for file in (output, errors):
@@ -279,7 +264,7 @@ class BatchStore(Store):
                 await self._files.delete(owner, batch.output_file_id)
 
     @transaction
-    def _delete_row(self, db: sqlite3.Connection, batch_id: str, owner: str, prefix: str) -> Batch:
+    def _delete_row(self, db: Db, batch_id: str, owner: str, prefix: str) -> Batch:
         batch = _find(db, batch_id, owner, prefix)
         if not batch.has_ended:
             raise ConflictError(
@@ -290,18 +275,19 @@ class BatchStore(Store):
         return batch
 
     @transaction
-    def sweep(self, db: sqlite3.Connection, ttl_s: float) -> None:
+    def sweep(self, db: Db, ttl_s: float) -> None:
         """Delete batches that have ended and were created more than `ttl_s` seconds ago."""
-        BATCHES.delete_ended(db, "created_at < ?", (unix_now() - int(ttl_s),))
+        oldest = unix_now() - int(ttl_s)
+        BATCHES.delete(db, f"NOT ({BATCHES.is_open}) AND created_at < ?", (oldest,))
 
 
-def _insert(db: sqlite3.Connection, new: NewBatch) -> Batch:
+def _insert(db: Db, new: NewBatch) -> Batch:
     hold_file(db, new.input_file_id, 1)
     BATCHES.add(db, asdict(new) | {"status": "validating"})
     return _find(db, new.id)
 
 
-def _start(db: sqlite3.Connection, batch: Batch, model: str, lines: Sequence[Line]) -> None:
+def _start(db: Db, batch: Batch, model: str, lines: Sequence[Line]) -> None:
     is_started = BATCHES.update(
         db,
         batch.id,
@@ -322,14 +308,12 @@ def _start(db: sqlite3.Connection, batch: Batch, model: str, lines: Sequence[Lin
     FILES.insert(db, reserved, is_ready=False)
 
 
-def _find(
-    db: sqlite3.Connection, batch_id: str, owner: str | None = None, prefix: str = ""
-) -> Batch:
+def _find(db: Db, batch_id: str, owner: str | None = None, prefix: str = "") -> Batch:
     """Find a batch whose id begins with `prefix`. The batches of each API have another prefix."""
     return BATCHES.find(db, batch_id, owner, "id GLOB ?", (prefix + "*",))
 
 
-def _make_room(db: sqlite3.Connection, owner: str) -> None:
+def _make_room(db: Db, owner: str) -> None:
     """Raise if too many batches of the owner have not ended, or if there is no room for the result
     files of another one. If too many that ended are kept, delete the oldest of them.
     """

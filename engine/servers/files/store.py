@@ -24,7 +24,7 @@ from engine.servers.files.draft import Draft, storage_errors
 from engine.servers.files.expiry import unix_now
 from engine.servers.http.listing import Order
 from engine.servers.storage.database import Database
-from engine.servers.storage.tables import Store, Table, transaction
+from engine.servers.storage.tables import Db, Store, Table, transaction
 
 # Min size at which a file counts towards the storage limit, because every file uses at least this
 # much disk space.
@@ -95,12 +95,12 @@ def new_file_id() -> str:
 FILES = Table("files", StoredFile, noun="file", param="file_id", code="file_not_found")
 
 
-def find_file(db: sqlite3.Connection, owner: str, file_id: str) -> StoredFile:
+def find_file(db: Db, owner: str, file_id: str) -> StoredFile:
     condition = "is_ready AND (expires_at > ? OR num_holds > 0)"
     return FILES.find(db, file_id, owner, condition, (unix_now(),))
 
 
-def check_input(db: sqlite3.Connection, owner: str, file_id: str, purpose: str, param: str) -> None:
+def check_input(db: Db, owner: str, file_id: str, purpose: str, param: str) -> None:
     """Raise unless the owner has this file, for this purpose."""
     try:
         file = find_file(db, owner, file_id)
@@ -116,14 +116,14 @@ def check_input(db: sqlite3.Connection, owner: str, file_id: str, purpose: str, 
         )
 
 
-def hold_file(db: sqlite3.Connection, file_id: str, change: Literal[1, -1]) -> None:
+def hold_file(db: Db, file_id: str, change: Literal[1, -1]) -> None:
     """Add `change` to the number of batches that read the file. A file that a batch reads is not
     deleted, even if it has expired.
     """
     db.execute("UPDATE files SET num_holds = num_holds + ? WHERE id = ?", (change, file_id))
 
 
-def check_num_files(db: sqlite3.Connection, owner: str, num_new: int) -> None:
+def check_num_files(db: Db, owner: str, num_new: int) -> None:
     """Raise if the owner can't have this many files more."""
     num_files = FILES.count(db, owner)
     if num_files + num_new > MAX_FILES:
@@ -168,7 +168,7 @@ class FileStore(Store):
                     del self.num_arriving[owner]
 
     @transaction
-    def find(self, db: sqlite3.Connection, owner: str, file_id: str) -> StoredFile:
+    def find(self, db: Db, owner: str, file_id: str) -> StoredFile:
         return find_file(db, owner, file_id)
 
     async def open(self, owner: str, file_id: str) -> tuple[StoredFile, BinaryIO]:
@@ -181,13 +181,7 @@ class FileStore(Store):
 
     @transaction
     def page(
-        self,
-        db: sqlite3.Connection,
-        owner: str,
-        purpose: str | None,
-        after: str | None,
-        order: Order,
-        limit: int,
+        self, db: Db, owner: str, purpose: str | None, after: str | None, order: Order, limit: int
     ) -> list[StoredFile]:
         """A page of the owner's files: up to `limit` files that follow the file `after`. `order` is
         by creation time.
@@ -202,7 +196,7 @@ class FileStore(Store):
         await self.remove(await self._delete_row(owner, file_id))
 
     @transaction
-    def _delete_row(self, db: sqlite3.Connection, owner: str, file_id: str) -> list[str]:
+    def _delete_row(self, db: Db, owner: str, file_id: str) -> list[str]:
         deleted = FILES.delete(db, "id = ? AND num_holds = 0", (find_file(db, owner, file_id).id,))
         if not deleted:
             raise ConflictError(
@@ -218,13 +212,13 @@ class FileStore(Store):
         await asyncio.to_thread(self._remove_orphans, known)
 
     @transaction
-    def _delete_expired(self, db: sqlite3.Connection) -> tuple[list[str], set[str]]:
+    def _delete_expired(self, db: Db) -> tuple[list[str], set[str]]:
         """Returns the ids of deleted files, and those of all others."""
         condition = "(is_ready OR purpose = ?) AND expires_at <= ? AND num_holds = 0"
         expired = FILES.delete(db, condition, (PART, unix_now()))
         return expired, {each["id"] for each in db.execute("SELECT id FROM files")}
 
-    def grow(self, db: sqlite3.Connection, file_id: str, num_bytes: int) -> None:
+    def grow(self, db: Db, file_id: str, num_bytes: int) -> None:
         """Count `num_bytes` more for a reserved file. Raises `StorageFullError` if the limit is
         exceeded.
         """
@@ -270,12 +264,7 @@ class Upload:
     """
 
     def __init__(
-        self,
-        store: FileStore,
-        owner: str,
-        file_id: str,
-        draft: Draft,
-        used: "Used",
+        self, store: FileStore, owner: str, file_id: str, draft: Draft, used: "Used"
     ) -> None:
         self._store = store
         self._owner = owner
@@ -310,7 +299,7 @@ class Upload:
             self._file_id, owner, purpose, filename, self.num_bytes, unix_now(), expires_at
         )
 
-        def work(db: sqlite3.Connection) -> None:
+        def work(db: Db) -> None:
             check_num_files(db, owner, 1)
             FILES.insert(db, file, is_ready=is_ready)
             if also is not None:

@@ -7,7 +7,6 @@ client completes the upload, its parts are copied to the final file and deleted.
 import asyncio
 import hashlib
 import secrets
-import sqlite3
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,7 +28,7 @@ from engine.servers.http.errors import problem
 from engine.servers.http.limits import read_parsed
 from engine.servers.schema.body import validated
 from engine.servers.serving.services import Services, json_response
-from engine.servers.storage.tables import Store, Table, transaction
+from engine.servers.storage.tables import Db, Store, Table, transaction
 
 LIFE_S = 3_600
 # How long an upload that has ended is still known, in seconds after its expiry.
@@ -130,7 +129,7 @@ class UploadStore(Store):
         self._files = files
 
     @transaction
-    def create(self, db: sqlite3.Connection, new: PartedUpload) -> None:
+    def create(self, db: Db, new: PartedUpload) -> None:
         now = unix_now()
         UPLOADS.delete(db, "expires_at <= ?", (now - KNOWN_S,))
         words = "uploads are not complete"
@@ -139,11 +138,11 @@ class UploadStore(Store):
         UPLOADS.insert(db, new)
 
     @transaction
-    def pending(self, db: sqlite3.Connection, upload_id: str, owner: str) -> PartedUpload:
+    def pending(self, db: Db, upload_id: str, owner: str) -> PartedUpload:
         return _pending(db, upload_id, owner)
 
     async def keep_part(self, part: Upload, upload: PartedUpload) -> StoredFile:
-        def check(db: sqlite3.Connection, file: StoredFile) -> None:
+        def check(db: Db, file: StoredFile) -> None:
             _pending(db, upload.id, upload.owner)
             if len(_parts(db, upload.id)) > MAX_PARTS:
                 raise InvalidRequestError(
@@ -171,7 +170,7 @@ class UploadStore(Store):
             if md5 is not None and md5.lower() != digest.hexdigest():
                 raise problem("md5", f"should be {digest.hexdigest()}, as that of the parts")
 
-            def finish(db: sqlite3.Connection, file: StoredFile) -> None:
+            def finish(db: Db, file: StoredFile) -> None:
                 ended.extend(_end(db, upload, "completed"))
 
             expires_at = unix_now() + upload.file_life_s
@@ -191,7 +190,7 @@ class UploadStore(Store):
                 await made.write(data)
 
 
-def _pending(db: sqlite3.Connection, upload_id: str, owner: str) -> PartedUpload:
+def _pending(db: Db, upload_id: str, owner: str) -> PartedUpload:
     upload = UPLOADS.find(db, upload_id, owner)
     status = upload.status
     if status == "pending" and upload.expires_at <= unix_now():
@@ -201,7 +200,7 @@ def _pending(db: sqlite3.Connection, upload_id: str, owner: str) -> PartedUpload
     return upload
 
 
-def _parts(db: sqlite3.Connection, upload_id: str) -> dict[str, int]:
+def _parts(db: Db, upload_id: str) -> dict[str, int]:
     """Maps the id of each part to its size. A part has its upload's id as file name."""
     rows = db.execute(
         "SELECT id, num_bytes FROM files WHERE purpose = ? AND filename = ?", (PART, upload_id)
@@ -209,7 +208,7 @@ def _parts(db: sqlite3.Connection, upload_id: str) -> dict[str, int]:
     return {row["id"]: row["num_bytes"] for row in rows}
 
 
-def _end(db: sqlite3.Connection, upload: PartedUpload, status: str) -> list[str]:
+def _end(db: Db, upload: PartedUpload, status: str) -> list[str]:
     """End a pending upload and delete its parts. Returns their ids."""
     _pending(db, upload.id, upload.owner)
     UPLOADS.update(db, upload.id, status=status)

@@ -1,6 +1,5 @@
 """Stores fine-tuning jobs and their events."""
 
-import sqlite3
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Literal
@@ -12,7 +11,7 @@ from engine.servers.files.expiry import unix_now
 from engine.servers.files.store import check_input, hold_file
 from engine.servers.fine_tuning.schema import ENDED, Job, JobEvent, Status
 from engine.servers.http.listing import Order
-from engine.servers.storage.tables import Store, Table, having, page_of, transaction
+from engine.servers.storage.tables import Db, Store, Table, having, page_of, transaction
 
 # Of each tenant
 MAX_OPEN_JOBS = 20
@@ -75,7 +74,7 @@ _EVENT_COLUMNS = ", ".join(each.name for each in fields(JobEvent))
 
 class JobStore(Store):
     @transaction
-    def create(self, db: sqlite3.Connection, job: Job) -> list[str]:
+    def create(self, db: Db, job: Job) -> list[str]:
         """Add a job. Returns the ids of old jobs that were dropped for it. Their models stay."""
         files = (("training_file", job.training_file), ("validation_file", job.validation_file))
         _check(db, job.owner, files)
@@ -87,22 +86,20 @@ class JobStore(Store):
         return dropped
 
     @transaction
-    def check(
-        self, db: sqlite3.Connection, owner: str, files: Sequence[tuple[str, str | None]]
-    ) -> None:
+    def check(self, db: Db, owner: str, files: Sequence[tuple[str, str | None]]) -> None:
         """Raise if the owner can't have another job, or if a file, given as (parameter, id), is not
         there or has another purpose.
         """
         _check(db, owner, files)
 
     @transaction
-    def find(self, db: sqlite3.Connection, job_id: str, owner: str | None = None) -> Job:
+    def find(self, db: Db, job_id: str, owner: str | None = None) -> Job:
         return JOBS.find(db, job_id, owner)
 
     @transaction
     def page(
         self,
-        db: sqlite3.Connection,
+        db: Db,
         owner: str,
         after: str | None,
         limit: int,
@@ -114,13 +111,13 @@ class JobStore(Store):
         return JOBS.page(db, owner, limit, *having(metadata or {}), after=after)
 
     @transaction
-    def last_step(self, db: sqlite3.Connection, job_id: str) -> int:
+    def last_step(self, db: Db, job_id: str) -> int:
         """The last step whose metrics are stored; 0 if there is none."""
         query = "SELECT MAX(step) FROM fine_tuning_events WHERE job_id = ?"
         return db.execute(query, (job_id,)).fetchone()[0] or 0
 
     @transaction
-    def next_job(self, db: sqlite3.Connection, turns: Mapping[str, int]) -> Job | None:
+    def next_job(self, db: Db, turns: Mapping[str, int]) -> Job | None:
         """The job that is running, or the next one that waits: the oldest job of the tenant whose
         last turn, or else last end of a job, was longest ago. `turns` has the last turn of tenants,
         in seconds since 1970.
@@ -136,30 +133,25 @@ class JobStore(Store):
         )
 
     @transaction
-    def others_wait(self, db: sqlite3.Connection, owner: str) -> bool:
+    def others_wait(self, db: Db, owner: str) -> bool:
         """Whether a job of another tenant waits."""
         query = "SELECT 1 FROM fine_tuning_jobs WHERE status = 'queued' AND owner != ? LIMIT 1"
         return db.execute(query, (owner,)).fetchone() is not None
 
     @transaction
-    def counts(self, db: sqlite3.Connection) -> dict[str, int]:
+    def counts(self, db: Db) -> dict[str, int]:
         """The number of jobs by status."""
         query = "SELECT status, COUNT(*) FROM fine_tuning_jobs GROUP BY status"
         return dict(db.execute(query).fetchall())
 
     @transaction
-    def is_known(self, db: sqlite3.Connection, job_id: str) -> bool:
+    def is_known(self, db: Db, job_id: str) -> bool:
         """Whether there is such a job that was not cancelled."""
         return bool(JOBS.rows(db, "id = ? AND status != 'cancelled'", (job_id,)))
 
     @transaction
     def move(
-        self,
-        db: sqlite3.Connection,
-        job_id: str,
-        to: Status,
-        allowed: Sequence[Status],
-        owner: str | None = None,
+        self, db: Db, job_id: str, to: Status, allowed: Sequence[Status], owner: str | None = None
     ) -> Job:
         """Change the status of a job. Raises `ConflictError` if its status is none of `allowed`."""
         job = JOBS.find(db, job_id, owner)
@@ -174,7 +166,7 @@ class JobStore(Store):
     @transaction
     def end(
         self,
-        db: sqlite3.Connection,
+        db: Db,
         job: Job,
         *,
         model: str | None = None,
@@ -187,13 +179,13 @@ class JobStore(Store):
             db.execute(query, (job.id, result_file))
         status = "failed" if model is None else "succeeded"
         end = {"status": status, "finished_at": unix_now(), "error": error}
-        if JOBS.end(db, job.id, fine_tuned_model=model, **end):
+        if JOBS.update(db, job.id, JOBS.is_open, fine_tuned_model=model, **end):
             _hold_files(db, job, -1)
 
     @transaction
     def note(
         self,
-        db: sqlite3.Connection,
+        db: Db,
         job_id: str,
         message: str,
         *,
@@ -219,7 +211,7 @@ class JobStore(Store):
     @transaction
     def events(
         self,
-        db: sqlite3.Connection,
+        db: Db,
         job_id: str,
         limit: int,
         *,
@@ -233,14 +225,14 @@ class JobStore(Store):
         return [JobEvent(**dict(row)) for row in rows]
 
 
-def _check(db: sqlite3.Connection, owner: str, files: Sequence[tuple[str, str | None]]) -> None:
+def _check(db: Db, owner: str, files: Sequence[tuple[str, str | None]]) -> None:
     JOBS.check_open(db, owner, MAX_OPEN_JOBS, "jobs wait or run", RETRY_FULL_S)
     for param, file_id in files:
         if file_id is not None:
             check_input(db, owner, file_id, "fine-tune", param)
 
 
-def _hold_files(db: sqlite3.Connection, job: Job, change: Literal[1, -1]) -> None:
+def _hold_files(db: Db, job: Job, change: Literal[1, -1]) -> None:
     for file_id in (job.training_file, job.validation_file):
         if file_id is not None:
             hold_file(db, file_id, change)

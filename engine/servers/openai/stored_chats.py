@@ -23,7 +23,7 @@ from engine.servers.schema.body import validated
 from engine.servers.serving.chat import Follow
 from engine.servers.serving.services import Services, json_bytes, json_response
 from engine.servers.storage.objects import ObjectStore
-from engine.servers.storage.tables import Store, having, page_of, transaction
+from engine.servers.storage.tables import Db, Store, having, page_of, transaction
 
 PREFIX = "chatcmpl-"
 MAX_BODY_BYTES = 65_536
@@ -57,13 +57,7 @@ class ChatStore(Store):
         self._objects = objects
 
     @transaction
-    def save(
-        self,
-        db: sqlite3.Connection,
-        owner: str,
-        messages: Sequence[dict[str, Any]],
-        body: bytes,
-    ) -> None:
+    def save(self, db: Db, owner: str, messages: Sequence[dict[str, Any]], body: bytes) -> None:
         chat = msgspec.json.decode(body)
         metadata = chat.setdefault("metadata", {})
         self._objects.add(db, chat["id"], owner, _encode(messages), _encode(chat))
@@ -73,13 +67,11 @@ class ChatStore(Store):
         )
 
     @transaction
-    def row(self, db: sqlite3.Connection, chat_id: str, owner: str) -> sqlite3.Row:
+    def row(self, db: Db, chat_id: str, owner: str) -> sqlite3.Row:
         return self._find(db, chat_id, owner)
 
     @transaction
-    def page(
-        self, db: sqlite3.Connection, owner: str, query: StoredChatsQuery
-    ) -> list[dict[str, Any]]:
+    def page(self, db: Db, owner: str, query: StoredChatsQuery) -> list[dict[str, Any]]:
         """A page of the owner's chats, and one chat more if there are more."""
         after = None
         if query.after is not None:
@@ -97,9 +89,7 @@ class ChatStore(Store):
         return [msgspec.json.decode(row["body"]) for row in rows]
 
     @transaction
-    def update(
-        self, db: sqlite3.Connection, chat_id: str, owner: str, metadata: dict[str, str]
-    ) -> bytes:
+    def update(self, db: Db, chat_id: str, owner: str, metadata: dict[str, str]) -> bytes:
         row = self._find(db, chat_id, owner)
         body = _encode(msgspec.json.decode(row["body"]) | {"metadata": metadata})
         self._objects.set_body(db, chat_id, body)
@@ -108,12 +98,10 @@ class ChatStore(Store):
         return body
 
     @transaction
-    def delete(self, db: sqlite3.Connection, chat_id: str, owner: str) -> None:
+    def delete(self, db: Db, chat_id: str, owner: str) -> None:
         self._objects.delete(db, self._find(db, chat_id, owner)["id"])
 
-    def _find(
-        self, db: sqlite3.Connection, chat_id: str, owner: str, param: str = "completion_id"
-    ) -> sqlite3.Row:
+    def _find(self, db: Db, chat_id: str, owner: str, param: str = "completion_id") -> sqlite3.Row:
         row = self._objects.find(db, chat_id, owner, PREFIX)
         if row is None:
             raise NotFoundError(

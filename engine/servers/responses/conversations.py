@@ -25,7 +25,7 @@ from engine.servers.schema import fields
 from engine.servers.schema.body import validated
 from engine.servers.serving.services import Services, json_bytes, json_response
 from engine.servers.storage.objects import ObjectStore
-from engine.servers.storage.tables import Store, page_of, transaction
+from engine.servers.storage.tables import Db, Store, page_of, transaction
 
 PREFIX = "conv_"
 MAX_ADDED = 20
@@ -84,9 +84,7 @@ class ConversationStore(Store):
         self._objects = objects
 
     @transaction
-    def create(
-        self, db: sqlite3.Connection, owner: str, items: Sequence[Item], metadata: dict[str, str]
-    ) -> bytes:
+    def create(self, db: Db, owner: str, items: Sequence[Item], metadata: dict[str, str]) -> bytes:
         conversation_id = PREFIX + secrets.token_hex(24)
         body = _encode(
             {
@@ -101,24 +99,22 @@ class ConversationStore(Store):
         return body
 
     @transaction
-    def body(self, db: sqlite3.Connection, conversation_id: str, owner: str) -> bytes:
+    def body(self, db: Db, conversation_id: str, owner: str) -> bytes:
         return bytes(self._find(db, conversation_id, owner)["body"])
 
     @transaction
-    def update(
-        self, db: sqlite3.Connection, conversation_id: str, owner: str, metadata: dict[str, str]
-    ) -> bytes:
+    def update(self, db: Db, conversation_id: str, owner: str, metadata: dict[str, str]) -> bytes:
         row = self._find(db, conversation_id, owner)
         body = _encode(msgspec.json.decode(row["body"]) | {"metadata": metadata})
         self._objects.set_body(db, conversation_id, body)
         return body
 
     @transaction
-    def delete(self, db: sqlite3.Connection, conversation_id: str, owner: str) -> None:
+    def delete(self, db: Db, conversation_id: str, owner: str) -> None:
         self._objects.delete(db, self._find(db, conversation_id, owner)["id"])
 
     @transaction
-    def items(self, db: sqlite3.Connection, conversation_id: str, owner: str) -> list[Item]:
+    def items(self, db: Db, conversation_id: str, owner: str) -> list[Item]:
         """All items, for a prompt. Raises if there are too many for one."""
         row = self._find(db, conversation_id, owner, "conversation")
         _check_size(db, row, "conversation")
@@ -131,7 +127,7 @@ class ConversationStore(Store):
     @transaction
     def add(
         self,
-        db: sqlite3.Connection,
+        db: Db,
         conversation_id: str,
         owner: str,
         items: Sequence[Item],
@@ -152,9 +148,7 @@ class ConversationStore(Store):
         return added
 
     @transaction
-    def page(
-        self, db: sqlite3.Connection, conversation_id: str, owner: str, query: ItemsQuery
-    ) -> list[Item]:
+    def page(self, db: Db, conversation_id: str, owner: str, query: ItemsQuery) -> list[Item]:
         """A page of the items, and one item more if there are more."""
         self._find(db, conversation_id, owner)
         after = None
@@ -168,14 +162,12 @@ class ConversationStore(Store):
         return [msgspec.json.decode(row["body"]) for row in rows]
 
     @transaction
-    def item(self, db: sqlite3.Connection, conversation_id: str, owner: str, item_id: str) -> bytes:
+    def item(self, db: Db, conversation_id: str, owner: str, item_id: str) -> bytes:
         self._find(db, conversation_id, owner)
         return bytes(self._found_item(db, conversation_id, item_id)["body"])
 
     @transaction
-    def delete_item(
-        self, db: sqlite3.Connection, conversation_id: str, owner: str, item_id: str
-    ) -> bytes:
+    def delete_item(self, db: Db, conversation_id: str, owner: str, item_id: str) -> bytes:
         """Delete an item and return the conversation."""
         row = self._find(db, conversation_id, owner)
         item = self._found_item(db, conversation_id, item_id)
@@ -183,9 +175,7 @@ class ConversationStore(Store):
         self._objects.grow(db, conversation_id, -len(item["body"]))
         return bytes(row["body"])
 
-    def _append(
-        self, db: sqlite3.Connection, conversation_id: str, items: Sequence[Item]
-    ) -> list[Item]:
+    def _append(self, db: Db, conversation_id: str, items: Sequence[Item]) -> list[Item]:
         num_bytes = 0
         added = [{"id": ID_PREFIXES[each["type"]] + secrets.token_hex(24)} | each for each in items]
         for item in added:
@@ -200,11 +190,7 @@ class ConversationStore(Store):
         return added
 
     def _find(
-        self,
-        db: sqlite3.Connection,
-        conversation_id: str,
-        owner: str,
-        param: str = "conversation_id",
+        self, db: Db, conversation_id: str, owner: str, param: str = "conversation_id"
     ) -> sqlite3.Row:
         row = self._objects.find(db, conversation_id, owner, PREFIX)
         if row is None:
@@ -216,9 +202,7 @@ class ConversationStore(Store):
             )
         return row
 
-    def _item(
-        self, db: sqlite3.Connection, conversation_id: str, item_id: str
-    ) -> sqlite3.Row | None:
+    def _item(self, db: Db, conversation_id: str, item_id: str) -> sqlite3.Row | None:
         found = db.execute(
             "SELECT * FROM conversation_items WHERE conversation_id = ? AND id = ?",
             (conversation_id, item_id),
@@ -226,9 +210,7 @@ class ConversationStore(Store):
         assert found is None or isinstance(found, sqlite3.Row)
         return found
 
-    def _found_item(
-        self, db: sqlite3.Connection, conversation_id: str, item_id: str
-    ) -> sqlite3.Row:
+    def _found_item(self, db: Db, conversation_id: str, item_id: str) -> sqlite3.Row:
         found = self._item(db, conversation_id, item_id)
         if found is None:
             raise NotFoundError(
@@ -239,7 +221,7 @@ class ConversationStore(Store):
         return found
 
 
-def _check_size(db: sqlite3.Connection, conversation: sqlite3.Row, param: str) -> None:
+def _check_size(db: Db, conversation: sqlite3.Row, param: str) -> None:
     """Raise if a conversation has too many items or bytes for a prompt."""
     num_items = db.execute(
         "SELECT COUNT(*) FROM conversation_items WHERE conversation_id = ?", (conversation["id"],)

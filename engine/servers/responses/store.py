@@ -13,7 +13,7 @@ import msgspec
 
 from engine.core.errors import ConflictError, InvalidRequestError, NotFoundError
 from engine.servers.storage.objects import ObjectStore
-from engine.servers.storage.tables import Store, transaction
+from engine.servers.storage.tables import Db, Store, transaction
 
 PREFIX = "resp_"
 UNFINISHED = ("queued", "in_progress")
@@ -56,7 +56,7 @@ class ResponseStore(Store):
     @transaction
     def save(
         self,
-        db: sqlite3.Connection,
+        db: Db,
         body: dict[str, Any],
         owner: str,
         input: Sequence[Item],
@@ -82,9 +82,7 @@ class ResponseStore(Store):
             db.execute(sql, (body["id"], server))
 
     @transaction
-    def finish(
-        self, db: sqlite3.Connection, body: dict[str, Any], events: bytes | None = None
-    ) -> None:
+    def finish(self, db: Db, body: dict[str, Any], events: bytes | None = None) -> None:
         """Replace a background response by its final state, unless it was deleted meanwhile."""
         self._objects.set_body(db, body["id"], _encode(body))
         if events is not None:
@@ -93,36 +91,36 @@ class ResponseStore(Store):
             self._objects.grow(db, body["id"], len(events))
 
     @transaction
-    def events(self, db: sqlite3.Connection, response_id: str, owner: str) -> bytes | None:
+    def events(self, db: Db, response_id: str, owner: str) -> bytes | None:
         """The compressed events of a background response. None if they are not stored."""
         self._find(db, response_id, owner)
         row = _background(db, response_id)
         return None if row is None else row["events"]
 
     @transaction
-    def server_of(self, db: sqlite3.Connection, response_id: str) -> str | None:
+    def server_of(self, db: Db, response_id: str) -> str | None:
         """The server that makes a background response. None if there is no such response."""
         row = _background(db, response_id)
         return None if row is None else row["server"]
 
     @transaction
-    def body(self, db: sqlite3.Connection, response_id: str, owner: str) -> bytes:
+    def body(self, db: Db, response_id: str, owner: str) -> bytes:
         """The JSON bytes of a response, as it was sent to the client."""
         return bytes(self._find(db, response_id, owner)["body"])
 
     @transaction
-    def input_items(self, db: sqlite3.Connection, response_id: str, owner: str) -> list[Item]:
+    def input_items(self, db: Db, response_id: str, owner: str) -> list[Item]:
         """The input items of the request that made this response, without those of earlier
         turns.
         """
         return msgspec.json.decode(self._find(db, response_id, owner)["input"], type=list[Item])
 
     @transaction
-    def delete(self, db: sqlite3.Connection, response_id: str, owner: str) -> None:
+    def delete(self, db: Db, response_id: str, owner: str) -> None:
         self._objects.delete(db, self._find(db, response_id, owner)["id"])
 
     @transaction
-    def conversation(self, db: sqlite3.Connection, response_id: str, owner: str) -> list[Turn]:
+    def conversation(self, db: Db, response_id: str, owner: str) -> list[Turn]:
         """The turn `response_id` and all earlier turns of its conversation, oldest first."""
         turns: list[Turn] = []
         num_bytes = 0
@@ -138,7 +136,7 @@ class ResponseStore(Store):
         return turns[::-1]
 
     @transaction
-    def turns(self, db: sqlite3.Connection, ids: Iterable[str], owner: str) -> dict[str, Turn]:
+    def turns(self, db: Db, ids: Iterable[str], owner: str) -> dict[str, Turn]:
         """Maps each of `ids` to its turn. Ids that don't exist are left out."""
         found: dict[str, Turn] = {}
         num_bytes = 0
@@ -150,7 +148,7 @@ class ResponseStore(Store):
                 found[each] = _turn(row)
         return found
 
-    def _find(self, db: sqlite3.Connection, response_id: str, owner: str) -> sqlite3.Row:
+    def _find(self, db: Db, response_id: str, owner: str) -> sqlite3.Row:
         row = self._objects.find(db, response_id, owner, PREFIX)
         if row is None:
             raise NotFoundError(
@@ -162,7 +160,7 @@ class ResponseStore(Store):
         return row
 
 
-def _background(db: sqlite3.Connection, response_id: str) -> Any:
+def _background(db: Db, response_id: str) -> Any:
     """How a response is made in the background. None if it is not."""
     return db.execute("SELECT * FROM background WHERE id = ?", (response_id,)).fetchone()
 

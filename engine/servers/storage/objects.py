@@ -14,7 +14,7 @@ from engine.core.config_storage import StorageSettings
 from engine.core.errors import ResourceError
 from engine.core.forecast import may_take
 from engine.servers.storage.database import Database
-from engine.servers.storage.tables import Store, transaction
+from engine.servers.storage.tables import Db, Store, transaction
 
 FILE_NAME = "responses.db"
 
@@ -81,12 +81,10 @@ class ObjectStore(Store):
         self._max_bytes = settings.max_size_mb * 2**20
 
     @transaction
-    def check(self, db: sqlite3.Connection) -> None:
+    def check(self, db: Db) -> None:
         """Check that the storage can be used. Raises `UnavailableError` if not."""
 
-    def find(
-        self, db: sqlite3.Connection, object_id: str, owner: str, prefix: str
-    ) -> sqlite3.Row | None:
+    def find(self, db: Db, object_id: str, owner: str, prefix: str) -> sqlite3.Row | None:
         """The object, if it is the owner's, has not expired, and is what `prefix` says."""
         found = db.execute(
             "SELECT * FROM responses WHERE id = ? AND owner = ? AND kept_until > ? AND id GLOB ?",
@@ -97,7 +95,7 @@ class ObjectStore(Store):
 
     def add(
         self,
-        db: sqlite3.Connection,
+        db: Db,
         object_id: str,
         owner: str,
         input: bytes,
@@ -116,7 +114,7 @@ class ObjectStore(Store):
         db.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?)", row)
         self.keep(db, [*ancestors, object_id])
 
-    def set_body(self, db: sqlite3.Connection, object_id: str, body: bytes) -> None:
+    def set_body(self, db: Db, object_id: str, body: bytes) -> None:
         """Replace the body of an object, if the object still exists."""
         sizes = db.execute(
             "SELECT owner, ? - length(body) AS more FROM responses WHERE id = ?",
@@ -130,7 +128,7 @@ class ObjectStore(Store):
         )
         self.keep(db, [object_id])
 
-    def grow(self, db: sqlite3.Connection, object_id: str, num_bytes: int) -> None:
+    def grow(self, db: Db, object_id: str, num_bytes: int) -> None:
         """Count `num_bytes` more for an object, for its rows in other tables."""
         sizes = db.execute(
             "SELECT owner, num_bytes FROM responses WHERE id = ?", (object_id,)
@@ -143,14 +141,14 @@ class ObjectStore(Store):
         )
         self.keep(db, [object_id])
 
-    def keep(self, db: sqlite3.Connection, object_ids: Iterable[str]) -> None:
+    def keep(self, db: Db, object_ids: Iterable[str]) -> None:
         """Extend the expiry of objects that were used."""
         end = self.now() + self._ttl_s
         db.executemany(
             "UPDATE responses SET kept_until = ? WHERE id = ?", [(end, each) for each in object_ids]
         )
 
-    def delete(self, db: sqlite3.Connection, object_id: str) -> None:
+    def delete(self, db: Db, object_id: str) -> None:
         db.execute("DELETE FROM responses WHERE id = ?", (object_id,))
 
     def _check_size(self, num_bytes: int) -> None:
@@ -161,12 +159,7 @@ class ObjectStore(Store):
             )
 
     def _make_room(
-        self,
-        db: sqlite3.Connection,
-        owner: str,
-        num_objects: int,
-        num_bytes: int,
-        kept_id: str = "",
+        self, db: Db, owner: str, num_objects: int, num_bytes: int, kept_id: str = ""
     ) -> None:
         """Delete the owner's least recently used objects, except `kept_id`, until there is room for
         this many more, or as many were deleted. Raises if that is not enough.
@@ -192,7 +185,7 @@ class ObjectStore(Store):
 
     def _has_room(
         self,
-        db: sqlite3.Connection,
+        db: Db,
         owner: str,
         num_objects: int,
         num_bytes: int,

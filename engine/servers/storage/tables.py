@@ -9,7 +9,7 @@ import functools
 import sqlite3
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeAlias, TypeVar
 
 from engine.core.errors import NotFoundError, RateLimitError
 from engine.servers.http.listing import Order
@@ -18,6 +18,7 @@ from engine.servers.storage.database import Database
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+Db: TypeAlias = sqlite3.Connection  # of a transaction
 P = ParamSpec("P")
 T = TypeVar("T")
 S = TypeVar("S", bound="Store")
@@ -32,7 +33,7 @@ class Store:
 
 
 def transaction(
-    work: Callable[Concatenate[S, sqlite3.Connection, P], T],
+    work: Callable[Concatenate[S, Db, P], T],
 ) -> Callable[Concatenate[S, P], Coroutine[Any, Any, T]]:
     """Makes a method of a store a coroutine that runs as one transaction, in the database's
     thread. The method takes the connection as its first argument, and callers do not pass it.
@@ -66,14 +67,14 @@ class Table(Generic[Row]):
         self._name = name
         self._row = row
         self._noun, self._param, self._code = noun, param, code
-        self._is_open = is_open
+        self.is_open = is_open
         sources = {each.name: each.name for each in fields(row)} | dict(derived or {})
         self._columns = ", ".join(f"{source} AS {name}" for name, source in sources.items())
         self._stored = [name for name, source in sources.items() if name == source]
 
     def find(
         self,
-        db: sqlite3.Connection,
+        db: Db,
         row_id: str,
         owner: str | None = None,
         where: str = "TRUE",
@@ -82,7 +83,7 @@ class Table(Generic[Row]):
         """The row with this id for which `where` holds. If `owner` is given, only a row of this
         owner is found.
         """
-        condition = f"id = ? AND owner = COALESCE(?, owner) AND {where}"
+        condition = f"id = ? AND owner = COALESCE(?, owner) AND ({where})"
         found = self.rows(db, condition, (row_id, owner, *values))
         if not found:
             raise NotFoundError(
@@ -90,17 +91,14 @@ class Table(Generic[Row]):
             )
         return found[0]
 
-    def rows(self, db: sqlite3.Connection, where: str, values: Sequence[Any] = ()) -> list[Row]:
+    def rows(self, db: Db, where: str, values: Sequence[Any] = ()) -> list[Row]:
         """All rows for which `where` holds, the oldest first."""
         query = f"SELECT {self._columns} FROM {self._name} WHERE {where} ORDER BY rowid"
         return [self._row(**dict(each)) for each in db.execute(query, values)]
 
-    def open_rows(self, db: sqlite3.Connection) -> list[Row]:
-        return self.rows(db, self._is_open)
-
     def page(
         self,
-        db: sqlite3.Connection,
+        db: Db,
         owner: str,
         limit: int,
         where: str = "TRUE",
@@ -111,67 +109,52 @@ class Table(Generic[Row]):
         before: str | None = None,
     ) -> list[Row]:
         """A page of the owner's rows for which `where` holds. `after` and `before` are ids."""
-        query = f"SELECT {self._columns} FROM {self._name} WHERE owner = ? AND {where}"
+        query = f"SELECT {self._columns} FROM {self._name} WHERE owner = ? AND ({where})"
         cursors = [None if each is None else self._position(db, each) for each in (after, before)]
         found = page_of(db, query, (owner, *values), limit, order, *cursors)
         return [self._row(**dict(each)) for each in found]
 
-    def _position(self, db: sqlite3.Connection, row_id: str) -> int:
+    def _position(self, db: Db, row_id: str) -> int:
         query = f"SELECT rowid FROM {self._name} WHERE id = ?"
         return int(db.execute(query, (row_id,)).fetchone()[0])
 
-    def insert(self, db: sqlite3.Connection, row: Row, **more: Any) -> None:
+    def insert(self, db: Db, row: Row, **more: Any) -> None:
         """Add a row. `more` has columns that are not fields."""
         self.add(db, {name: getattr(row, name) for name in self._stored} | more)
 
-    def add(self, db: sqlite3.Connection, columns: Mapping[str, Any]) -> None:
+    def add(self, db: Db, columns: Mapping[str, Any]) -> None:
         marks = ", ".join("?" * len(columns))
         query = f"INSERT INTO {self._name} ({', '.join(columns)}) VALUES ({marks})"
         db.execute(query, tuple(columns.values()))
 
-    def update(
-        self, db: sqlite3.Connection, row_id: str, where: str = "TRUE", **columns: Any
-    ) -> bool:
+    def update(self, db: Db, row_id: str, where: str = "TRUE", **columns: Any) -> bool:
         """Change columns of a row, if `where` holds. Returns whether it did."""
         changes = ", ".join(f"{name} = ?" for name in columns)
-        query = f"UPDATE {self._name} SET {changes} WHERE id = ? AND {where}"
+        query = f"UPDATE {self._name} SET {changes} WHERE id = ? AND ({where})"
         return db.execute(query, (*columns.values(), row_id)).rowcount > 0
 
-    def end(self, db: sqlite3.Connection, row_id: str, **columns: Any) -> bool:
-        """Change columns of a row that has not ended. Returns whether there is one."""
-        return self.update(db, row_id, self._is_open, **columns)
-
-    def delete(self, db: sqlite3.Connection, where: str, values: Sequence[Any] = ()) -> list[str]:
+    def delete(self, db: Db, where: str, values: Sequence[Any] = ()) -> list[str]:
         """Delete the rows for which `where` holds. Returns their ids."""
         query = f"DELETE FROM {self._name} WHERE {where} RETURNING id"
         return [each["id"] for each in db.execute(query, values).fetchall()]
 
-    def delete_ended(
-        self, db: sqlite3.Connection, where: str, values: Sequence[Any] = ()
-    ) -> list[str]:
-        return self.delete(db, f"NOT ({self._is_open}) AND {where}", values)
-
-    def drop_oldest(
-        self, db: sqlite3.Connection, owner: str, most: int, values: Sequence[Any] = ()
-    ) -> list[str]:
+    def drop_oldest(self, db: Db, owner: str, most: int, values: Sequence[Any] = ()) -> list[str]:
         """Keep `most` rows of the owner that have ended, and delete older ones. Returns the ids of
         deleted rows. `values` are those of the condition for open rows.
         """
         oldest = (
-            f"rowid IN (SELECT rowid FROM {self._name} WHERE owner = ? AND NOT ({self._is_open})"
+            f"rowid IN (SELECT rowid FROM {self._name} WHERE owner = ? AND NOT ({self.is_open})"
             " ORDER BY rowid DESC LIMIT -1 OFFSET ?)"
         )
         return self.delete(db, oldest, (owner, *values, most))
 
-    def count(
-        self, db: sqlite3.Connection, owner: str, where: str = "TRUE", values: Sequence[Any] = ()
-    ) -> int:
-        query = f"SELECT COUNT(*) FROM {self._name} WHERE owner = ? AND {where}"
+    def count(self, db: Db, owner: str, where: str = "TRUE", values: Sequence[Any] = ()) -> int:
+        query = f"SELECT COUNT(*) FROM {self._name} WHERE owner = ? AND ({where})"
         return int(db.execute(query, (owner, *values)).fetchone()[0])
 
     def check_open(
         self,
-        db: sqlite3.Connection,
+        db: Db,
         owner: str,
         most: int,
         words: str,
@@ -179,7 +162,7 @@ class Table(Generic[Row]):
         values: Sequence[Any] = (),
     ) -> None:
         """Raise if `most` rows of the owner have not ended. `words` says what they are."""
-        if self.count(db, owner, self._is_open, values) >= most:
+        if self.count(db, owner, self.is_open, values) >= most:
             raise RateLimitError(
                 f"{most} of your {words}, which is as many as a tenant may have. Let some end, or"
                 " cancel some.",
@@ -188,7 +171,7 @@ class Table(Generic[Row]):
 
 
 def page_of(
-    db: sqlite3.Connection,
+    db: Db,
     query: str,
     values: Sequence[Any],
     limit: int,

@@ -9,7 +9,7 @@ import pytest
 
 from engine.core.errors import NotFoundError, RateLimitError
 from engine.servers.storage.database import Database
-from engine.servers.storage.tables import Store, Table, having, transaction
+from engine.servers.storage.tables import Db, Store, Table, having, transaction
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS jobs (
@@ -35,21 +35,21 @@ JOBS = Table("jobs", Job, noun="job", param="job_id", is_open="status != 'ended'
 
 class JobStore(Store):
     @transaction
-    def add(self, db: sqlite3.Connection, *jobs: Job) -> None:
+    def add(self, db: Db, *jobs: Job) -> None:
         for job in jobs:
             JOBS.insert(db, job)
 
     @transaction
-    def add_within(self, db: sqlite3.Connection, job: Job, most: int) -> None:
+    def add_within(self, db: Db, job: Job, most: int) -> None:
         JOBS.insert(db, job)
         JOBS.check_open(db, job.owner, most, "jobs run", 1.0)
 
     @transaction
-    def ids(self, db: sqlite3.Connection, owner: str, *, before: str | None = None) -> list[str]:
+    def ids(self, db: Db, owner: str, *, before: str | None = None) -> list[str]:
         return [job.id for job in JOBS.page(db, owner, 2, before=before)]
 
     @transaction
-    def find(self, db: sqlite3.Connection, job_id: str, owner: str) -> Job:
+    def find(self, db: Db, job_id: str, owner: str) -> Job:
         return JOBS.find(db, job_id, owner)
 
 
@@ -95,9 +95,11 @@ async def test_old_rows_make_room_only_if_they_have_ended_and_are_the_owners(
 
 async def test_a_row_ends_once(store: JobStore) -> None:
     await store.add(Job("one"))
-    ends = [
-        await store.database.run(lambda db: JOBS.end(db, "one", status="ended")) for _ in range(2)
-    ]
+
+    def end(db: Db) -> bool:
+        return JOBS.update(db, "one", JOBS.is_open, status="ended")
+
+    ends = [await store.database.run(end) for _ in range(2)]
     assert ends == [True, False]
 
 
