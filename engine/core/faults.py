@@ -124,7 +124,7 @@ PLACES = {
         Place(f"{_SERVERS}.responses.format:ResponseStream.chunk"),
         Place(f"{_SERVERS}.anthropic.format:MessageStream.chunk"),
     ),
-    "database": (Place(f"{_SERVERS}.serving.storage:Database._transact"),),
+    "database": (Place(f"{_SERVERS}.storage.database:Database._transact"),),
     "upload": (Place(f"{_SERVERS}.files.draft:Draft._write_buffer"),),
     "keep_file": (Place("engine.core.sandbox.private_files:_open_part"),),
 }

@@ -19,9 +19,9 @@ from engine.servers.fine_tuning import store as job_store
 from engine.servers.fine_tuning.routes import FineTuning, add_fine_tuning_routes
 from engine.servers.fine_tuning.runner import JobRunner
 from engine.servers.fine_tuning.store import JobStore
-from engine.servers.serving.fair_slots import FairSlots
 from engine.servers.serving.services import Services
-from engine.servers.serving.storage import Database
+from engine.servers.storage.database import Database
+from engine.servers.storage.fair_slots import FairSlots
 
 # Input files that are checked at a time. Each takes a thread, of which the server has few.
 MAX_READS = 2
@@ -29,19 +29,19 @@ MAX_READS = 2
 
 def add_files_and_batches_routes(app: FastAPI, services: Services) -> None:
     settings = services.settings.storage
-    db_path = settings.directory / "batches.db"
     schemas = file_store.SCHEMA + batch_store.SCHEMA + uploads.SCHEMA + job_store.SCHEMA
-    database = Database(db_path, schemas, (*batch_store.ADDED, *job_store.ADDED))
+    added = (*batch_store.ADDED, *job_store.ADDED)
+    database = Database(settings.directory / "batches.db", schemas, added)
     files = FileStore(settings.directory / "files", database, settings.max_size_mb * 2**20)
-    store = BatchStore(database, files)
+    store = BatchStore(files)
     reads = FairSlots(MAX_READS)
     bench = Bench(services, store, files, Caller(app), line_slots(services), reads)
-    runner = BatchRunner(bench, database, settings.directory, db_path)
+    runner = BatchRunner(bench)
     jobs = JobStore(database)
-    job_runner = JobRunner(services, jobs, files, settings.directory, db_path)
-    services.components.extend((job_runner, runner))
+    job_runner = JobRunner(services, jobs, files)
+    services.components.extend((database, job_runner, runner))
     add_files_routes(app, services, files)
-    uploads.add_uploads_routes(app, services, database, files)
+    uploads.add_uploads_routes(app, services, files)
     add_batches_routes(app, services, store, runner)
     add_message_batches_routes(app, bench, runner)
     add_fine_tuning_routes(app, FineTuning(services, jobs, files, job_runner, reads))

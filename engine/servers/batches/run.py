@@ -25,8 +25,8 @@ from engine.servers.batches.schema import Batch, LineError
 from engine.servers.batches.store import BatchStore
 from engine.servers.files.expiry import unix_now
 from engine.servers.files.store import FileStore, StorageFullError
-from engine.servers.serving.fair_slots import FairSlots
 from engine.servers.serving.services import Services
+from engine.servers.storage.fair_slots import FairSlots
 
 # If the engine was lost this many times during a line (status 503), the line is assumed to be the
 # cause and is not retried.

@@ -1,9 +1,7 @@
 """Runs batches, if this server holds a file lock.
 
-Servers with the same storage directory share its batches. Those of them that have the same models
-form a pool. In each pool, only the server that holds the pool's lock runs batches. The other
-servers accept and show batches, and one of them takes over when the lock is free. The kernel
-releases the lock when a process ends for any reason.
+Servers with the same storage directory and the same models form a pool. In each pool, only the
+server that holds the pool's lock runs batches. The other servers accept and show batches.
 """
 
 import asyncio
@@ -12,16 +10,15 @@ import hashlib
 import logging
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from engine.core.errors import EngineError
 from engine.core.interfaces.backend import ModelCard
 from engine.servers.batches.run import BatchRun, Bench
 from engine.servers.batches.schema import LineError
 from engine.servers.files.expiry import unix_now
-from engine.servers.serving.fair_slots import FairSlots
 from engine.servers.serving.services import Services
-from engine.servers.serving.storage import Database, FileLock
+from engine.servers.storage.fair_slots import FairSlots
+from engine.servers.storage.job_queue import JobQueue
 
 logger = logging.getLogger(__name__)
 
@@ -47,77 +44,34 @@ def line_slots(services: Services) -> FairSlots:
     return FairSlots(max(1, min(MAX_RUNNING_LINES, half)))
 
 
-class BatchRunner:
-    """A background component that runs batches. It does not touch the disk until the database file
-    exists.
-    """
+class BatchRunner(JobQueue):
+    """Runs the batches of this server's pool, all at the same time."""
 
-    def __init__(self, bench: Bench, database: Database, directory: Path, db_path: Path) -> None:
+    def __init__(self, bench: Bench) -> None:
+        super().__init__("batches", bench.store.database, POLL_S, POLL_S)
         self._bench = bench
-        self._database = database
-        self._directory = directory
-        self._db_path = db_path
-        self._lock: FileLock | None = None
         self._runs: dict[str, BatchRun] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._awake = asyncio.Event()
         self._swept_at: float | None = None
-        self._loop: asyncio.Task[None] | None = None
-
-    async def start(self) -> None:
-        self._loop = asyncio.create_task(self._run())
-
-    async def stop(self) -> None:
-        tasks = [*self._tasks, *([self._loop] if self._loop is not None else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        if self._lock is not None:
-            self._lock.release()
-        await self._database.close()
 
     def notice(self, batch_id: str) -> None:
         """Tell the runner that a batch was created or cancelled on this server."""
-        self._awake.set()
+        self.wake()
         if batch_id in self._runs:
             self._runs[batch_id].notice()
 
-    async def _run(self) -> None:
-        while True:
-            try:
-                await self._turn()
-            except EngineError as error:
-                logger.warning("batches wait: %s", error)
-            except Exception:  # of the storage directory, or a bug; other batches may still run
-                logger.exception("batches wait after a failure")
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(POLL_S):
-                    await self._awake.wait()
-            self._awake.clear()
-
-    async def _turn(self) -> None:
-        if not self._db_path.exists():
-            return
+    async def look(self) -> None:
         cards = self._bench.services.backend.models()
-        if cards:
-            pool = pool_of(cards)
-            self._lock = self._lock or self._pool_lock(pool)
-            if self._lock.acquire():
-                await self._begin_runs(pool)
+        if cards and self.holds(_lock_of(pool_of(cards))):
+            await self._begin_runs(pool_of(cards))
         if self._swept_at is None or time.monotonic() - self._swept_at >= SWEEP_S:
             await self._sweep()
             self._swept_at = time.monotonic()
-
-    def _pool_lock(self, pool: str) -> FileLock:
-        return FileLock(self._directory / f"batches-{pool}.lock")
 
     async def _begin_runs(self, pool: str) -> None:
         for batch in await self._bench.store.open_batches():
             if batch.pool == pool and batch.id not in self._runs:
                 run = self._runs[batch.id] = BatchRun(self._bench, batch.id)
-                task = asyncio.create_task(self._run_batch(batch.id, run))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                self.begin(self._run_batch(batch.id, run))
 
     async def _run_batch(self, batch_id: str, run: BatchRun) -> None:
         try:
@@ -147,11 +101,17 @@ class BatchRunner:
         settings = self._bench.services.settings.storage
         for batch in await self._bench.store.open_batches():
             if batch.id not in self._runs and unix_now() >= batch.expires_at:
-                lock = self._pool_lock(batch.pool)
+                lock = self.lock(_lock_of(batch.pool))
+                was_held = lock.is_held
                 try:
                     if lock.acquire():
                         await self._run_batch(batch.id, BatchRun(self._bench, batch.id))
                 finally:
-                    lock.release()
+                    if not was_held:
+                        lock.release()
         await self._bench.store.sweep(settings.file_ttl_s)
         await self._bench.files.sweep()
+
+
+def _lock_of(pool: str) -> str:
+    return f"batches-{pool}"

@@ -18,11 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
-from engine.core.errors import ConflictError, NotFoundError, ResourceError
+from engine.core.errors import ConflictError, InvalidRequestError, NotFoundError, ResourceError
 from engine.core.forecast import may_take
 from engine.servers.files.draft import Draft, storage_errors
 from engine.servers.files.expiry import unix_now
-from engine.servers.serving.storage import Database
+from engine.servers.http.listing import Order
+from engine.servers.storage.database import Database
+from engine.servers.storage.tables import Db, Store, Table, transaction
 
 # Min size at which a file counts towards the storage limit, because every file uses at least this
 # much disk space.
@@ -53,7 +55,6 @@ CREATE TABLE IF NOT EXISTS files (
 );
 CREATE INDEX IF NOT EXISTS files_of_owner ON files (owner, seq);
 """
-_COLUMNS = "id, owner, purpose, filename, num_bytes, created_at, expires_at"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,44 +92,40 @@ def new_file_id() -> str:
     return f"file-{secrets.token_hex(16)}"
 
 
-def find_file(connection: sqlite3.Connection, owner: str, file_id: str) -> StoredFile:
-    row = connection.execute(
-        f"SELECT {_COLUMNS} FROM files"
-        " WHERE id = ? AND owner = ? AND is_ready AND (expires_at > ? OR num_holds > 0)",
-        (file_id, owner, unix_now()),
-    ).fetchone()
-    if row is None:
-        raise NotFoundError("There is no such file.", param="file_id", code="file_not_found")
-    return StoredFile(**dict(row))
+FILES = Table("files", StoredFile, noun="file", param="file_id", code="file_not_found")
 
 
-def hold_file(connection: sqlite3.Connection, file_id: str, change: Literal[1, -1]) -> None:
+def find_file(db: Db, owner: str, file_id: str) -> StoredFile:
+    condition = "is_ready AND (expires_at > ? OR num_holds > 0)"
+    return FILES.find(db, file_id, owner, condition, (unix_now(),))
+
+
+def check_input(db: Db, owner: str, file_id: str, purpose: str, param: str) -> None:
+    """Raise unless the owner has this file, for this purpose."""
+    try:
+        file = find_file(db, owner, file_id)
+    except NotFoundError:
+        raise InvalidRequestError(
+            "There is no such file; upload it to /v1/files first.",
+            param=param,
+            code="file_not_found",
+        ) from None
+    if file.purpose != purpose:
+        raise InvalidRequestError(
+            f"The file's purpose is {file.purpose}; it must be {purpose}.", param=param
+        )
+
+
+def hold_file(db: Db, file_id: str, change: Literal[1, -1]) -> None:
     """Add `change` to the number of batches that read the file. A file that a batch reads is not
     deleted, even if it has expired.
     """
-    connection.execute("UPDATE files SET num_holds = num_holds + ? WHERE id = ?", (change, file_id))
+    db.execute("UPDATE files SET num_holds = num_holds + ? WHERE id = ?", (change, file_id))
 
 
-def insert_file(connection: sqlite3.Connection, file: StoredFile, *, is_ready: bool) -> None:
-    connection.execute(
-        f"INSERT INTO files ({_COLUMNS}, is_ready) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-        (
-            file.id,
-            file.owner,
-            file.purpose,
-            file.filename,
-            file.num_bytes,
-            file.created_at,
-            file.expires_at,
-            is_ready,
-        ),
-    )
-
-
-def check_num_files(connection: sqlite3.Connection, owner: str, num_new: int) -> None:
+def check_num_files(db: Db, owner: str, num_new: int) -> None:
     """Raise if the owner can't have this many files more."""
-    query = "SELECT COUNT(*) FROM files WHERE owner = ?"
-    num_files = connection.execute(query, (owner,)).fetchone()[0]
+    num_files = FILES.count(db, owner)
     if num_files + num_new > MAX_FILES:
         raise StorageFullError(
             f"You have {num_files} files, with parts of uploads and results of batches; a tenant"
@@ -137,14 +134,10 @@ def check_num_files(connection: sqlite3.Connection, owner: str, num_new: int) ->
         )
 
 
-def delete_row(connection: sqlite3.Connection, file_id: str) -> None:
-    connection.execute("DELETE FROM files WHERE id = ?", (file_id,))
-
-
-class FileStore:
+class FileStore(Store):
     def __init__(self, directory: Path, database: Database, max_bytes: int) -> None:
+        super().__init__(database)
         self._directory = directory
-        self._database = database
         self._max_bytes = max_bytes
         # Bytes of each owner's unfinished uploads, which have no row yet
         self.num_arriving: Counter[str] = Counter()
@@ -163,10 +156,10 @@ class FileStore:
         called. `num_freed` bytes of the owner's other files are deleted when the upload is kept, so
         they don't count.
         """
-        used = await self._database.run(lambda db: _used(db, owner)) - num_freed
+        used = await self.database.run(lambda db: _used(db, owner)) - num_freed
         file_id = file_id or new_file_id()
         async with Draft(self.path_of(file_id)) as draft:
-            upload = Upload(self, self._database, owner, file_id, draft, used)
+            upload = Upload(self, owner, file_id, draft, used)
             try:
                 yield upload
             finally:
@@ -174,8 +167,9 @@ class FileStore:
                 if not self.num_arriving[owner]:
                     del self.num_arriving[owner]
 
-    async def find(self, owner: str, file_id: str) -> StoredFile:
-        return await self._database.run(lambda db: find_file(db, owner, file_id))
+    @transaction
+    def find(self, db: Db, owner: str, file_id: str) -> StoredFile:
+        return find_file(db, owner, file_id)
 
     async def open(self, owner: str, file_id: str) -> tuple[StoredFile, BinaryIO]:
         file = await self.find(owner, file_id)
@@ -185,68 +179,53 @@ class FileStore:
             except FileNotFoundError:
                 raise NotFoundError("The file's content is gone.", param="file_id") from None
 
-    async def page(
-        self, owner: str, purpose: str | None, after: str | None, order: str, limit: int
+    @transaction
+    def page(
+        self, db: Db, owner: str, purpose: str | None, after: str | None, order: Order, limit: int
     ) -> list[StoredFile]:
         """A page of the owner's files: up to `limit` files that follow the file `after`. `order` is
         by creation time.
         """
-
-        def work(db: sqlite3.Connection) -> list[StoredFile]:
-            compare, direction = (">", "ASC") if order == "asc" else ("<", "DESC")
-            query = f"SELECT {_COLUMNS} FROM files WHERE owner = ? AND is_ready AND expires_at > ?"
-            values: list[Any] = [owner, unix_now()]
-            if purpose is not None:
-                query += " AND purpose = ?"
-                values.append(purpose)
-            if after is not None:
-                find_file(db, owner, after)
-                query += f" AND seq {compare} (SELECT seq FROM files WHERE id = ?)"
-                values.append(after)
-            query += f" ORDER BY seq {direction} LIMIT ?"
-            return [StoredFile(**dict(row)) for row in db.execute(query, (*values, limit))]
-
-        return await self._database.run(work)
+        if after is not None:
+            find_file(db, owner, after)
+        condition = "is_ready AND expires_at > ? AND purpose = COALESCE(?, purpose)"
+        values = (unix_now(), purpose)
+        return FILES.page(db, owner, limit, condition, values, order=order, after=after)
 
     async def delete(self, owner: str, file_id: str) -> None:
-        def work(db: sqlite3.Connection) -> str:
-            file = find_file(db, owner, file_id)
-            held = db.execute("SELECT num_holds FROM files WHERE id = ?", (file.id,)).fetchone()[0]
-            if held:
-                raise ConflictError(
-                    "A batch or a fine-tuning job reads this file; cancel it or wait for its end.",
-                    param="file_id",
-                )
-            delete_row(db, file.id)
-            return file.id
+        await self.remove(await self._delete_row(owner, file_id))
 
-        await self.remove([await self._database.run(work)])
+    @transaction
+    def _delete_row(self, db: Db, owner: str, file_id: str) -> list[str]:
+        deleted = FILES.delete(db, "id = ? AND num_holds = 0", (find_file(db, owner, file_id).id,))
+        if not deleted:
+            raise ConflictError(
+                "A batch or a fine-tuning job reads this file; cancel it or wait for its end.",
+                param="file_id",
+            )
+        return deleted
 
     async def sweep(self) -> None:
         """Delete expired files, and old files on disk that have no database row."""
-
-        def work(db: sqlite3.Connection) -> list[str]:
-            rows = db.execute(
-                "DELETE FROM files WHERE (is_ready OR purpose = ?) AND expires_at <= ?"
-                " AND num_holds = 0 RETURNING id",
-                (PART, unix_now()),
-            ).fetchall()
-            return [row["id"] for row in rows]
-
-        await self.remove(await self._database.run(work))
-        known = await self._database.run(_all_ids)
+        expired, known = await self._delete_expired()
+        await self.remove(expired)
         await asyncio.to_thread(self._remove_orphans, known)
 
-    def grow(self, connection: sqlite3.Connection, file_id: str, num_bytes: int) -> None:
+    @transaction
+    def _delete_expired(self, db: Db) -> tuple[list[str], set[str]]:
+        """Returns the ids of deleted files, and those of all others."""
+        condition = "(is_ready OR purpose = ?) AND expires_at <= ? AND num_holds = 0"
+        expired = FILES.delete(db, condition, (PART, unix_now()))
+        return expired, {each["id"] for each in db.execute("SELECT id FROM files")}
+
+    def grow(self, db: Db, file_id: str, num_bytes: int) -> None:
         """Count `num_bytes` more for a reserved file. Raises `StorageFullError` if the limit is
         exceeded.
         """
-        found = connection.execute("SELECT owner FROM files WHERE id = ?", (file_id,)).fetchone()
+        found = db.execute("SELECT owner FROM files WHERE id = ?", (file_id,)).fetchone()
         owner = "" if found is None else found["owner"]
-        self.check_room(owner, _used(connection, owner), num_bytes)
-        connection.execute(
-            "UPDATE files SET num_bytes = num_bytes + ? WHERE id = ?", (num_bytes, file_id)
-        )
+        self.check_room(owner, _used(db, owner), num_bytes)
+        db.execute("UPDATE files SET num_bytes = num_bytes + ? WHERE id = ?", (num_bytes, file_id))
 
     def check_room(self, owner: str, used: "Used", num_wanted: int) -> None:
         """Raise if there is no room for this many bytes more of the owner. Each tenant leaves room
@@ -285,16 +264,9 @@ class Upload:
     """
 
     def __init__(
-        self,
-        store: FileStore,
-        database: Database,
-        owner: str,
-        file_id: str,
-        draft: Draft,
-        used: "Used",
+        self, store: FileStore, owner: str, file_id: str, draft: Draft, used: "Used"
     ) -> None:
         self._store = store
-        self._database = database
         self._owner = owner
         self._file_id = file_id
         self._draft = draft
@@ -327,15 +299,15 @@ class Upload:
             self._file_id, owner, purpose, filename, self.num_bytes, unix_now(), expires_at
         )
 
-        def work(db: sqlite3.Connection) -> None:
+        def work(db: Db) -> None:
             check_num_files(db, owner, 1)
-            insert_file(db, file, is_ready=is_ready)
+            FILES.insert(db, file, is_ready=is_ready)
             if also is not None:
                 also(db, file)
             self._store.check_room(owner, _used(db, owner), 0)
 
         await self._draft.publish()
-        await self._database.run(work)
+        await self._store.database.run(work)
         self._draft.keep()
         return file
 
@@ -357,7 +329,3 @@ def _used(connection: sqlite3.Connection, owner: str) -> Used:
         (MIN_CHARGE_BYTES, owner, MIN_CHARGE_BYTES),
     ).fetchone()
     return Used(int(row[0]), int(row[1]))
-
-
-def _all_ids(connection: sqlite3.Connection) -> set[str]:
-    return {row["id"] for row in connection.execute("SELECT id FROM files")}

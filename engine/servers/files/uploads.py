@@ -7,9 +7,8 @@ client completes the upload, its parts are copied to the final file and deleted.
 import asyncio
 import hashlib
 import secrets
-import sqlite3
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -18,18 +17,18 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.core.errors import ConflictError, InvalidRequestError, NotFoundError, RateLimitError
+from engine.core.errors import ConflictError, InvalidRequestError
 from engine.servers.access.auth import principal_of
 from engine.servers.files.draft import storage_errors
 from engine.servers.files.expiry import ExpiresAfter, unix_now
 from engine.servers.files.form import MAX_FILE_BYTES, read_form
 from engine.servers.files.routes import Purpose, bounded_life_s, safe_name
-from engine.servers.files.store import PART, FileStore, StoredFile, Upload
+from engine.servers.files.store import FILES, PART, FileStore, StoredFile, Upload
 from engine.servers.http.errors import problem
 from engine.servers.http.limits import read_parsed
 from engine.servers.schema.body import validated
 from engine.servers.serving.services import Services, json_response
-from engine.servers.serving.storage import Database
+from engine.servers.storage.tables import Db, Store, Table, transaction
 
 LIFE_S = 3_600
 # How long an upload that has ended is still known, in seconds after its expiry.
@@ -56,7 +55,6 @@ CREATE TABLE IF NOT EXISTS uploads (
     status TEXT NOT NULL
 );
 """
-_OPEN = "status = 'pending' AND expires_at > ?"
 _STRICT = ConfigDict(strict=True, extra="forbid", frozen=True, defer_build=True)
 
 
@@ -115,38 +113,36 @@ class PartedUpload:
         }
 
 
-class UploadStore:
-    def __init__(self, database: Database, files: FileStore) -> None:
-        self._database = database
+UPLOADS = Table(
+    "uploads",
+    PartedUpload,
+    noun="upload",
+    param="upload_id",
+    code="upload_not_found",
+    is_open="status = 'pending' AND expires_at > ?",
+)
+
+
+class UploadStore(Store):
+    def __init__(self, files: FileStore) -> None:
+        super().__init__(files.database)
         self._files = files
 
-    async def create(self, new: PartedUpload) -> None:
-        def work(db: sqlite3.Connection) -> None:
-            now = unix_now()
-            db.execute("DELETE FROM uploads WHERE expires_at <= ?", (now - KNOWN_S,))
-            query = f"SELECT COUNT(*) FROM uploads WHERE owner = ? AND {_OPEN}"
-            num_open = db.execute(query, (new.owner, now))
-            if num_open.fetchone()[0] >= MAX_OPEN_UPLOADS:
-                raise RateLimitError(
-                    f"{MAX_OPEN_UPLOADS} of your uploads are not complete, which is as many as a"
-                    " tenant may have. Complete or cancel some.",
-                    retry_after=RETRY_FULL_S,
-                )
-            db.execute(
-                f"DELETE FROM uploads WHERE rowid IN (SELECT rowid FROM uploads WHERE owner = ?"
-                f" AND NOT ({_OPEN}) ORDER BY rowid DESC LIMIT -1 OFFSET ?)",
-                (new.owner, now, MAX_KEPT_UPLOADS),
-            )
-            marks = ", ".join("?" * len(fields(PartedUpload)))
-            db.execute(f"INSERT INTO uploads VALUES ({marks})", tuple(asdict(new).values()))
+    @transaction
+    def create(self, db: Db, new: PartedUpload) -> None:
+        now = unix_now()
+        UPLOADS.delete(db, "expires_at <= ?", (now - KNOWN_S,))
+        words = "uploads are not complete"
+        UPLOADS.check_open(db, new.owner, MAX_OPEN_UPLOADS, words, RETRY_FULL_S, (now,))
+        UPLOADS.drop_oldest(db, new.owner, MAX_KEPT_UPLOADS, (now,))
+        UPLOADS.insert(db, new)
 
-        await self._database.run(work)
-
-    async def pending(self, upload_id: str, owner: str) -> PartedUpload:
-        return await self._database.run(lambda db: _pending(db, upload_id, owner))
+    @transaction
+    def pending(self, db: Db, upload_id: str, owner: str) -> PartedUpload:
+        return _pending(db, upload_id, owner)
 
     async def keep_part(self, part: Upload, upload: PartedUpload) -> StoredFile:
-        def check(db: sqlite3.Connection, file: StoredFile) -> None:
+        def check(db: Db, file: StoredFile) -> None:
             _pending(db, upload.id, upload.owner)
             if len(_parts(db, upload.id)) > MAX_PARTS:
                 raise InvalidRequestError(
@@ -159,7 +155,7 @@ class UploadStore:
         self, upload: PartedUpload, part_ids: Sequence[str], md5: str | None
     ) -> tuple[PartedUpload, StoredFile]:
         """Copy the parts to a file. If something is wrong with them, the upload stays pending."""
-        parts = await self._database.run(lambda db: _parts(db, upload.id))
+        parts = await self.database.run(lambda db: _parts(db, upload.id))
         if not set(part_ids) <= parts.keys() or len(set(part_ids)) < len(part_ids):
             raise problem("part_ids", "should be different parts of this upload")
         num_bytes = sum(parts[each] for each in part_ids)
@@ -174,17 +170,17 @@ class UploadStore:
             if md5 is not None and md5.lower() != digest.hexdigest():
                 raise problem("md5", f"should be {digest.hexdigest()}, as that of the parts")
 
-            def finish(db: sqlite3.Connection, file: StoredFile) -> None:
+            def finish(db: Db, file: StoredFile) -> None:
                 ended.extend(_end(db, upload, "completed"))
 
             expires_at = unix_now() + upload.file_life_s
             file = await made.keep(upload.purpose, upload.filename, expires_at, finish)
         await self._files.remove(ended)
-        return await self._database.run(lambda db: _find(db, upload.id, upload.owner)), file
+        return replace(upload, status="completed"), file
 
     async def cancel(self, upload: PartedUpload) -> PartedUpload:
-        await self._files.remove(await self._database.run(lambda db: _end(db, upload, "cancelled")))
-        return await self._database.run(lambda db: _find(db, upload.id, upload.owner))
+        await self._files.remove(await self.database.run(lambda db: _end(db, upload, "cancelled")))
+        return replace(upload, status="cancelled")
 
     async def _copy(self, part_id: str, made: Upload, digest: Any) -> None:
         path = self._files.path_of(part_id)
@@ -194,17 +190,8 @@ class UploadStore:
                 await made.write(data)
 
 
-def _find(db: sqlite3.Connection, upload_id: str, owner: str) -> PartedUpload:
-    row = db.execute(
-        "SELECT * FROM uploads WHERE id = ? AND owner = ?", (upload_id, owner)
-    ).fetchone()
-    if row is None:
-        raise NotFoundError("There is no such upload.", param="upload_id", code="upload_not_found")
-    return PartedUpload(**dict(row))
-
-
-def _pending(db: sqlite3.Connection, upload_id: str, owner: str) -> PartedUpload:
-    upload = _find(db, upload_id, owner)
+def _pending(db: Db, upload_id: str, owner: str) -> PartedUpload:
+    upload = UPLOADS.find(db, upload_id, owner)
     status = upload.status
     if status == "pending" and upload.expires_at <= unix_now():
         status = "expired"
@@ -213,7 +200,7 @@ def _pending(db: sqlite3.Connection, upload_id: str, owner: str) -> PartedUpload
     return upload
 
 
-def _parts(db: sqlite3.Connection, upload_id: str) -> dict[str, int]:
+def _parts(db: Db, upload_id: str) -> dict[str, int]:
     """Maps the id of each part to its size. A part has its upload's id as file name."""
     rows = db.execute(
         "SELECT id, num_bytes FROM files WHERE purpose = ? AND filename = ?", (PART, upload_id)
@@ -221,19 +208,15 @@ def _parts(db: sqlite3.Connection, upload_id: str) -> dict[str, int]:
     return {row["id"]: row["num_bytes"] for row in rows}
 
 
-def _end(db: sqlite3.Connection, upload: PartedUpload, status: str) -> list[str]:
+def _end(db: Db, upload: PartedUpload, status: str) -> list[str]:
     """End a pending upload and delete its parts. Returns their ids."""
     _pending(db, upload.id, upload.owner)
-    db.execute("UPDATE uploads SET status = ? WHERE id = ?", (status, upload.id))
-    part_ids = list(_parts(db, upload.id))
-    db.execute("DELETE FROM files WHERE purpose = ? AND filename = ?", (PART, upload.id))
-    return part_ids
+    UPLOADS.update(db, upload.id, status=status)
+    return FILES.delete(db, "purpose = ? AND filename = ?", (PART, upload.id))
 
 
-def add_uploads_routes(
-    app: FastAPI, services: Services, database: Database, files: FileStore
-) -> None:
-    store = UploadStore(database, files)
+def add_uploads_routes(app: FastAPI, services: Services, files: FileStore) -> None:
+    store = UploadStore(files)
 
     @app.post("/v1/uploads")
     async def create_upload(request: Request) -> Response:

@@ -28,8 +28,8 @@ from engine.servers.fine_tuning.store import PREFIX, JobStore
 from engine.servers.http.limits import read_parsed
 from engine.servers.http.listing import following, list_body, parse_query
 from engine.servers.schema.body import validated
-from engine.servers.serving.fair_slots import FairSlots
 from engine.servers.serving.services import Services, json_response
+from engine.servers.storage.fair_slots import FairSlots
 
 MAX_BODY_BYTES = 65_536
 EVENT_PREFIX = "ftevent-"
@@ -94,7 +94,7 @@ class FineTuning:
         for each in dropped:
             await asyncio.to_thread(self.runner.folder_of(each).remove)
         await self.store.note(job.id, f"Created fine-tuning job: {job.id}")
-        self.runner.notice()
+        self.runner.wake()
         return job
 
     def _base_path(self, model: str, principal: Principal) -> Path:
@@ -170,14 +170,14 @@ def add_fine_tuning_routes(app: FastAPI, tuning: FineTuning) -> None:
         owner = principal_of(request).name
         job = await store.move(job_id, "paused", ("queued", "running"), owner)
         await store.note(job.id, "The job is paused.")
-        runner.notice()
+        runner.wake()
         return json_response(job.body())
 
     @app.post(JOBS + "/{job_id}/resume")
     async def resume_job(request: Request, job_id: str) -> Response:
         job = await store.move(job_id, "queued", ("paused",), principal_of(request).name)
         await store.note(job.id, "The job is queued again.")
-        runner.notice()
+        runner.wake()
         return json_response(job.body())
 
     @app.get(JOBS + "/{job_id}/events")

@@ -34,7 +34,7 @@ from engine.servers.fine_tuning.hold import Hold
 from engine.servers.fine_tuning.progress import JobMetrics, Pace, event_data, step_metrics
 from engine.servers.fine_tuning.schema import Job
 from engine.servers.fine_tuning.store import PREFIX, JobStore
-from engine.servers.serving.storage import FileLock
+from engine.servers.storage.job_queue import JobQueue
 
 if TYPE_CHECKING:
     from engine.servers.serving.services import Services
@@ -48,28 +48,19 @@ STALLED_S = 900.0  # seconds after which it is killed
 FAULT_S = 10.0  # seconds after a failure of the storage, such as a full disk
 TURN_S = 1800.0  # seconds that a job trains while jobs of other tenants wait
 MAX_DEATHS = 3  # of the training process at the same step
-_LOCK = "fine_tuning.lock"
+LOCK = "fine_tuning"
 
 
-class JobRunner:
-    """A background component. It does not touch the disk until the database file exists."""
+class JobRunner(JobQueue):
+    """Runs one job at a time."""
 
-    def __init__(
-        self,
-        services: "Services",
-        store: JobStore,
-        files: FileStore,
-        directory: Path,
-        db_path: Path,
-    ) -> None:
+    def __init__(self, services: "Services", store: JobStore, files: FileStore) -> None:
+        super().__init__("fine-tuning", store.database, REST_S, FAULT_S)
         self._services = services
         self._store = store
         self._files = files
-        self._directory = directory
-        self._db_path = db_path
-        self._lock: FileLock | None = None
-        self._awake = asyncio.Event()
-        self._loop: asyncio.Task[None] | None = None
+        self._folders = store.database.path.parent / "fine_tuning"
+        self._has_swept = False
         self._training: str | None = None  # id of the job that trains
         self._pace = Pace()
         self._turns: dict[str, int] = {}  # when each tenant's last turn ended
@@ -78,22 +69,8 @@ class JobRunner:
     def _metrics(self) -> JobMetrics:
         return JobMetrics(self._services.metrics.registry)
 
-    @property
-    def _folders(self) -> Path:
-        return self._directory / "fine_tuning"
-
     def folder_of(self, job_id: str) -> JobFolder:
         return JobFolder(self._folders / job_id)
-
-    async def start(self) -> None:
-        self._loop = asyncio.create_task(self._run())
-
-    async def stop(self) -> None:
-        if self._loop is not None:
-            self._loop.cancel()
-            await asyncio.gather(self._loop, return_exceptions=True)
-        if self._lock is not None:
-            self._lock.release()
 
     def estimated_finish(self, job_id: str) -> int | None:
         """When the job will end, in seconds since 1970. None if it does not train, or if it is too
@@ -101,46 +78,18 @@ class JobRunner:
         """
         return self._pace.finish if job_id == self._training else None
 
-    def notice(self) -> None:
-        """Tell the runner that a job was created or has another status."""
-        self._awake.set()
-
-    async def _run(self) -> None:
-        while True:
-            rest_s = REST_S
-            try:
-                if self._db_path.exists() and await self._is_ours():
-                    await self._turn()
-            except EngineError as error:
-                logger.warning("fine-tuning waits: %s", error)
-                rest_s = FAULT_S
-            except Exception:  # of the storage directory, or a bug; other jobs may still run
-                logger.exception("fine-tuning waits after a failure")
-                rest_s = FAULT_S
-            await self._pause(rest_s)
-
-    async def _is_ours(self) -> bool:
-        """Whether this server runs the jobs. Several servers may share a directory."""
-        is_first = self._lock is None
-        self._lock = self._lock or FileLock(self._directory / _LOCK)
-        if is_first and self._lock.acquire():
-            await self._sweep()
-        return self._lock.acquire()
-
     async def _sweep(self) -> None:
         """Remove the folders of jobs that are gone or cancelled."""
         for path in await asyncio.to_thread(lambda: list(self._folders.glob(f"{PREFIX}*"))):
             if not await self._store.is_known(path.name):
                 await asyncio.to_thread(JobFolder(path).remove)
 
-    async def _pause(self, seconds: float) -> None:
-        """Wait, but not longer than until the next notice."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._awake.wait()
-        self._awake.clear()
-
-    async def _turn(self) -> None:
+    async def look(self) -> None:
+        if not self.holds(LOCK):
+            return
+        if not self._has_swept:
+            await self._sweep()
+            self._has_swept = True
         await self._count()
         job = await self._store.next_job(self._turns)
         if job is None:
@@ -189,7 +138,7 @@ class JobRunner:
 
     async def forget(self, job: Job) -> None:
         """Called when a job was cancelled. If it is training, the training process ends first."""
-        self.notice()
+        self.wake()
         if job.id != self._training:
             await asyncio.to_thread(self.folder_of(job.id).remove)
 
@@ -283,7 +232,7 @@ class JobRunner:
             is_held = hold is not None and hold.is_held
             if not is_held:
                 await asyncio.to_thread(_urge, process, headway)
-            await self._pause(REST_S if is_held else POLL_S)
+            await self.pause(REST_S if is_held else POLL_S)
 
     async def _gives_turn(self, job: Job) -> bool:
         """Let the job wait again if jobs of other tenants wait. Returns whether it does."""

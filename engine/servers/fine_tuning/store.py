@@ -1,20 +1,17 @@
-"""Stores jobs and their events in SQLite. Every change of state is one transaction, so the server
-may be killed at any time.
-"""
+"""Stores fine-tuning jobs and their events."""
 
-import sqlite3
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from engine.core.errors import ConflictError, InvalidRequestError, NotFoundError, RateLimitError
+from engine.core.errors import ConflictError
 from engine.servers.files.expiry import unix_now
-from engine.servers.files.store import find_file, hold_file
+from engine.servers.files.store import check_input, hold_file
 from engine.servers.fine_tuning.schema import ENDED, Job, JobEvent, Status
-from engine.servers.serving.storage import Database
+from engine.servers.http.listing import Order
+from engine.servers.storage.tables import Db, Store, Table, having, page_of, transaction
 
 # Of each tenant
 MAX_OPEN_JOBS = 20
@@ -61,145 +58,115 @@ CREATE TABLE IF NOT EXISTS fine_tuning_results (
 );
 """
 ADDED = (("fine_tuning_jobs", "key", "TEXT NOT NULL DEFAULT ''"),)
-_STORED = tuple(each.name for each in fields(Job) if each.name != "result_file")
-_COLUMNS = ", ".join(
-    (
-        *_STORED,
-        "(SELECT file_id FROM fine_tuning_results WHERE job_id = fine_tuning_jobs.id)"
-        " AS result_file",
-    )
+JOBS = Table(
+    "fine_tuning_jobs",
+    Job,
+    noun="job",
+    param="fine_tuning_job_id",
+    is_open=f"status NOT IN {ENDED}",
+    derived={
+        "result_file": "(SELECT file_id FROM fine_tuning_results"
+        " WHERE job_id = fine_tuning_jobs.id)"
+    },
 )
 _EVENT_COLUMNS = ", ".join(each.name for each in fields(JobEvent))
-_OPEN = f"status NOT IN {ENDED}"
 
 
-class JobStore:
-    def __init__(self, database: Database) -> None:
-        self._database = database
+class JobStore(Store):
+    @transaction
+    def create(self, db: Db, job: Job) -> list[str]:
+        """Add a job. Returns the ids of old jobs that were dropped for it. Their models stay."""
+        files = (("training_file", job.training_file), ("validation_file", job.validation_file))
+        _check(db, job.owner, files)
+        _hold_files(db, job, 1)
+        JOBS.insert(db, job)
+        dropped = JOBS.drop_oldest(db, job.owner, MAX_KEPT_JOBS)
+        for table in ("fine_tuning_events", "fine_tuning_results"):
+            db.executemany(f"DELETE FROM {table} WHERE job_id = ?", [(each,) for each in dropped])
+        return dropped
 
-    async def create(self, job: Job) -> list[str]:
-        """Add a job. Returns the ids of old jobs that were dropped for it."""
-
-        def work(db: sqlite3.Connection) -> list[str]:
-            _check_not_full(db, job.owner)
-            for param in ("training_file", "validation_file"):
-                file_id = getattr(job, param)
-                if file_id is not None:
-                    _check_file(db, job.owner, file_id, param)
-                    hold_file(db, file_id, 1)
-            marks = ", ".join("?" * len(_STORED))
-            values = [getattr(job, name) for name in _STORED]
-            db.execute(
-                f"INSERT INTO fine_tuning_jobs ({', '.join(_STORED)}) VALUES ({marks})", values
-            )
-            return _drop_oldest(db, job.owner)
-
-        return await self._database.run(work)
-
-    async def check(self, owner: str, files: Sequence[tuple[str, str | None]]) -> None:
+    @transaction
+    def check(self, db: Db, owner: str, files: Sequence[tuple[str, str | None]]) -> None:
         """Raise if the owner can't have another job, or if a file, given as (parameter, id), is not
         there or has another purpose.
         """
+        _check(db, owner, files)
 
-        def work(db: sqlite3.Connection) -> None:
-            _check_not_full(db, owner)
-            for param, file_id in files:
-                if file_id is not None:
-                    _check_file(db, owner, file_id, param)
+    @transaction
+    def find(self, db: Db, job_id: str, owner: str | None = None) -> Job:
+        return JOBS.find(db, job_id, owner)
 
-        await self._database.run(work)
-
-    async def find(self, job_id: str, owner: str | None = None) -> Job:
-        return await self._database.run(lambda db: _find(db, job_id, owner))
-
-    async def page(
-        self, owner: str, after: str | None, limit: int, metadata: dict[str, str] | None = None
+    @transaction
+    def page(
+        self,
+        db: Db,
+        owner: str,
+        after: str | None,
+        limit: int,
+        metadata: Mapping[str, str] | None = None,
     ) -> list[Job]:
         """Jobs, the newest first. With `metadata`, only those that have all of its pairs."""
-        wanted = (metadata or {}).items()
+        if after is not None:
+            JOBS.find(db, after, owner)
+        return JOBS.page(db, owner, limit, *having(metadata or {}), after=after)
 
-        def work(db: sqlite3.Connection) -> list[Job]:
-            query = f"SELECT {_COLUMNS} FROM fine_tuning_jobs WHERE owner = ?"
-            values: list[Any] = [owner]
-            if after is not None:
-                _find(db, after, owner)
-                query += " AND seq < (SELECT seq FROM fine_tuning_jobs WHERE id = ?)"
-                values.append(after)
-            rows = db.execute(f"{query} ORDER BY seq DESC", values)
-            jobs = (Job(**dict(row)) for row in rows)
-            found = (job for job in jobs if wanted <= job.labels.items())
-            return list(islice(found, limit))
-
-        return await self._database.run(work)
-
-    async def last_step(self, job_id: str) -> int:
+    @transaction
+    def last_step(self, db: Db, job_id: str) -> int:
         """The last step whose metrics are stored; 0 if there is none."""
         query = "SELECT MAX(step) FROM fine_tuning_events WHERE job_id = ?"
-        return await self._database.run(lambda db: db.execute(query, (job_id,)).fetchone()[0] or 0)
+        return db.execute(query, (job_id,)).fetchone()[0] or 0
 
-    async def next_job(self, turns: Mapping[str, int]) -> Job | None:
+    @transaction
+    def next_job(self, db: Db, turns: Mapping[str, int]) -> Job | None:
         """The job that is running, or the next one that waits: the oldest job of the tenant whose
         last turn, or else last end of a job, was longest ago. `turns` has the last turn of tenants,
         in seconds since 1970.
         """
+        if running := JOBS.rows(db, "status = 'running'"):
+            return running[0]
+        query = "SELECT owner, MAX(finished_at) FROM fine_tuning_jobs GROUP BY owner"
+        ends = {owner: end or 0 for owner, end in db.execute(query)}
+        return min(
+            JOBS.rows(db, "status = 'queued'"),
+            key=lambda job: max(ends[job.owner], turns.get(job.owner, 0)),
+            default=None,
+        )
 
-        def work(db: sqlite3.Connection) -> Job | None:
-            rows = db.execute(
-                f"SELECT {_COLUMNS}, (SELECT MAX(ended.finished_at) FROM fine_tuning_jobs AS ended"
-                "  WHERE ended.owner = fine_tuning_jobs.owner) AS last_end FROM fine_tuning_jobs"
-                " WHERE status IN ('running', 'queued') ORDER BY status = 'queued', seq"
-            )
-            found = [(row.pop("last_end") or 0, Job(**row)) for row in map(dict, rows)]
-            if found and found[0][1].status == "running":
-                return found[0][1]
-            last = {job.owner: max(end, turns.get(job.owner, 0)) for end, job in found}
-            return min((job for _, job in found), key=lambda job: last[job.owner], default=None)
-
-        return await self._database.run(work)
-
-    async def others_wait(self, owner: str) -> bool:
+    @transaction
+    def others_wait(self, db: Db, owner: str) -> bool:
         """Whether a job of another tenant waits."""
         query = "SELECT 1 FROM fine_tuning_jobs WHERE status = 'queued' AND owner != ? LIMIT 1"
-        return await self._database.run(
-            lambda db: db.execute(query, (owner,)).fetchone() is not None
-        )
+        return db.execute(query, (owner,)).fetchone() is not None
 
-    async def counts(self) -> dict[str, int]:
+    @transaction
+    def counts(self, db: Db) -> dict[str, int]:
         """The number of jobs by status."""
         query = "SELECT status, COUNT(*) FROM fine_tuning_jobs GROUP BY status"
-        return await self._database.run(
-            lambda db: {row[0]: row[1] for row in db.execute(query).fetchall()}
-        )
+        return dict(db.execute(query).fetchall())
 
-    async def is_known(self, job_id: str) -> bool:
+    @transaction
+    def is_known(self, db: Db, job_id: str) -> bool:
         """Whether there is such a job that was not cancelled."""
-        query = "SELECT 1 FROM fine_tuning_jobs WHERE id = ? AND status != 'cancelled'"
-        return await self._database.run(
-            lambda db: db.execute(query, (job_id,)).fetchone() is not None
-        )
+        return bool(JOBS.rows(db, "id = ? AND status != 'cancelled'", (job_id,)))
 
-    async def move(
-        self, job_id: str, to: Status, allowed: Sequence[Status], owner: str | None = None
+    @transaction
+    def move(
+        self, db: Db, job_id: str, to: Status, allowed: Sequence[Status], owner: str | None = None
     ) -> Job:
         """Change the status of a job. Raises `ConflictError` if its status is none of `allowed`."""
+        job = JOBS.find(db, job_id, owner)
+        if job.status not in allowed:
+            raise ConflictError(f"A job that is {job.status} can't become {to}.")
+        finished = unix_now() if to in ENDED else None
+        JOBS.update(db, job_id, status=to, finished_at=finished)
+        if to in ENDED:
+            _hold_files(db, job, -1)
+        return JOBS.find(db, job_id)
 
-        def work(db: sqlite3.Connection) -> Job:
-            job = _find(db, job_id, owner)
-            if job.status not in allowed:
-                raise ConflictError(f"A job that is {job.status} can't become {to}.")
-            finished = unix_now() if to in ENDED else None
-            db.execute(
-                "UPDATE fine_tuning_jobs SET status = ?, finished_at = ? WHERE id = ?",
-                (to, finished, job_id),
-            )
-            if to in ENDED:
-                _release(db, job)
-            return _find(db, job_id, None)
-
-        return await self._database.run(work)
-
-    async def end(
+    @transaction
+    def end(
         self,
+        db: Db,
         job: Job,
         *,
         model: str | None = None,
@@ -207,25 +174,18 @@ class JobStore:
         error: str | None = None,
     ) -> None:
         """End a running job: with the name of its model, or with the reason of its failure."""
+        if result_file is not None:
+            query = "INSERT OR REPLACE INTO fine_tuning_results VALUES (?, ?)"
+            db.execute(query, (job.id, result_file))
+        status = "failed" if model is None else "succeeded"
+        end = {"status": status, "finished_at": unix_now(), "error": error}
+        if JOBS.update(db, job.id, JOBS.is_open, fine_tuned_model=model, **end):
+            _hold_files(db, job, -1)
 
-        def work(db: sqlite3.Connection) -> None:
-            if result_file is not None:
-                db.execute(
-                    "INSERT OR REPLACE INTO fine_tuning_results VALUES (?, ?)",
-                    (job.id, result_file),
-                )
-            changed = db.execute(
-                "UPDATE fine_tuning_jobs SET status = ?, finished_at = ?, fine_tuned_model = ?,"
-                f" error = ? WHERE id = ? AND {_OPEN}",
-                ("failed" if model is None else "succeeded", unix_now(), model, error, job.id),
-            )
-            if changed.rowcount:
-                _release(db, job)
-
-        await self._database.run(work)
-
-    async def note(
+    @transaction
+    def note(
         self,
+        db: Db,
         job_id: str,
         message: str,
         *,
@@ -239,86 +199,40 @@ class JobStore:
         """
         kind = "message" if step is None else "metrics"
         encoded = msgspec.json.encode(data or {}).decode()
+        db.execute(
+            "INSERT OR REPLACE INTO fine_tuning_events"
+            " (job_id, step, created_at, level, kind, message, data)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (job_id, step, unix_now(), level, kind, message, encoded),
+        )
+        if trained_tokens is not None:
+            JOBS.update(db, job_id, trained_tokens=trained_tokens)
 
-        def work(db: sqlite3.Connection) -> None:
-            db.execute(
-                "INSERT OR REPLACE INTO fine_tuning_events"
-                " (job_id, step, created_at, level, kind, message, data)"
-                " VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (job_id, step, unix_now(), level, kind, message, encoded),
-            )
-            if trained_tokens is not None:
-                db.execute(
-                    "UPDATE fine_tuning_jobs SET trained_tokens = ? WHERE id = ?",
-                    (trained_tokens, job_id),
-                )
-
-        await self._database.run(work)
-
-    async def events(
-        self, job_id: str, limit: int, *, before: int | None = None, after: int | None = None
+    @transaction
+    def events(
+        self,
+        db: Db,
+        job_id: str,
+        limit: int,
+        *,
+        before: int | None = None,
+        after: int | None = None,
     ) -> list[JobEvent]:
         """Events of a job: the newest first, or with `after` the oldest first."""
-
-        def work(db: sqlite3.Connection) -> list[JobEvent]:
-            query = f"SELECT {_EVENT_COLUMNS} FROM fine_tuning_events WHERE job_id = ?"
-            values: list[Any] = [job_id]
-            for bound, compare in ((before, "<"), (after, ">")):
-                if bound is not None:
-                    query += f" AND seq {compare} ?"
-                    values.append(bound)
-            direction = "DESC" if after is None else "ASC"
-            rows = db.execute(f"{query} ORDER BY seq {direction} LIMIT ?", (*values, limit))
-            return [JobEvent(**dict(row)) for row in rows]
-
-        return await self._database.run(work)
+        query = f"SELECT {_EVENT_COLUMNS} FROM fine_tuning_events WHERE job_id = ?"
+        order: Order = "desc" if after is None else "asc"
+        rows = page_of(db, query, (job_id,), limit, order, before if after is None else after)
+        return [JobEvent(**dict(row)) for row in rows]
 
 
-def _check_not_full(db: sqlite3.Connection, owner: str) -> None:
-    query = f"SELECT COUNT(*) FROM fine_tuning_jobs WHERE owner = ? AND {_OPEN}"
-    if db.execute(query, (owner,)).fetchone()[0] >= MAX_OPEN_JOBS:
-        raise RateLimitError(
-            f"{MAX_OPEN_JOBS} of your jobs wait or run, which is as many as a tenant may have.",
-            retry_after=RETRY_FULL_S,
-        )
+def _check(db: Db, owner: str, files: Sequence[tuple[str, str | None]]) -> None:
+    JOBS.check_open(db, owner, MAX_OPEN_JOBS, "jobs wait or run", RETRY_FULL_S)
+    for param, file_id in files:
+        if file_id is not None:
+            check_input(db, owner, file_id, "fine-tune", param)
 
 
-def _drop_oldest(db: sqlite3.Connection, owner: str) -> list[str]:
-    """Delete the owner's oldest jobs that have ended, if there are too many. Their models stay."""
-    old = db.execute(
-        f"DELETE FROM fine_tuning_jobs WHERE seq IN (SELECT seq FROM fine_tuning_jobs"
-        f" WHERE owner = ? AND NOT ({_OPEN}) ORDER BY seq DESC LIMIT -1 OFFSET ?) RETURNING id",
-        (owner, MAX_KEPT_JOBS),
-    ).fetchall()
-    for table in ("fine_tuning_events", "fine_tuning_results"):
-        db.executemany(f"DELETE FROM {table} WHERE job_id = ?", [(row["id"],) for row in old])
-    return [row["id"] for row in old]
-
-
-def _check_file(db: sqlite3.Connection, owner: str, file_id: str, param: str) -> None:
-    try:
-        file = find_file(db, owner, file_id)
-    except NotFoundError:
-        raise InvalidRequestError(
-            "There is no such file; upload it to /v1/files first.",
-            param=param,
-            code="file_not_found",
-        ) from None
-    if file.purpose != "fine-tune":
-        raise InvalidRequestError(
-            f"The file's purpose is {file.purpose}; it must be fine-tune.", param=param
-        )
-
-
-def _release(db: sqlite3.Connection, job: Job) -> None:
+def _hold_files(db: Db, job: Job, change: Literal[1, -1]) -> None:
     for file_id in (job.training_file, job.validation_file):
         if file_id is not None:
-            hold_file(db, file_id, -1)
-
-
-def _find(db: sqlite3.Connection, job_id: str, owner: str | None) -> Job:
-    query = f"SELECT {_COLUMNS} FROM fine_tuning_jobs WHERE id = ? AND owner = COALESCE(?, owner)"
-    row = db.execute(query, (job_id, owner)).fetchone()
-    if row is None:
-        raise NotFoundError("There is no such job.", param="fine_tuning_job_id")
-    return Job(**dict(row))
+            hold_file(db, file_id, change)

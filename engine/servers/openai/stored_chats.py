@@ -21,8 +21,9 @@ from engine.servers.openai.schema import ChatBody
 from engine.servers.schema import fields
 from engine.servers.schema.body import validated
 from engine.servers.serving.generation import Follow
-from engine.servers.serving.objects import ObjectStore
 from engine.servers.serving.services import Services, json_bytes, json_response
+from engine.servers.storage.objects import ObjectStore
+from engine.servers.storage.tables import Db, Store, having, page_of, transaction
 
 PREFIX = "chatcmpl-"
 MAX_BODY_BYTES = 65_536
@@ -50,73 +51,58 @@ class StoredMessagesQuery(Query):
     order: Order = "asc"
 
 
-class ChatStore:
+class ChatStore(Store):
     def __init__(self, objects: ObjectStore) -> None:
+        super().__init__(objects.database)
         self._objects = objects
 
-    async def save(self, owner: str, messages: Sequence[dict[str, Any]], body: bytes) -> None:
+    @transaction
+    def save(self, db: Db, owner: str, messages: Sequence[dict[str, Any]], body: bytes) -> None:
         chat = msgspec.json.decode(body)
         metadata = chat.setdefault("metadata", {})
+        self._objects.add(db, chat["id"], owner, _encode(messages), _encode(chat))
+        db.execute(
+            "INSERT INTO chat_completions (id, owner, model, metadata) VALUES (?, ?, ?, ?)",
+            (chat["id"], owner, chat["model"], _encode(metadata).decode()),
+        )
 
-        def work(db: sqlite3.Connection) -> None:
-            self._objects.add(db, chat["id"], owner, _encode(messages), _encode(chat))
-            db.execute(
-                "INSERT INTO chat_completions (id, owner, model, metadata) VALUES (?, ?, ?, ?)",
-                (chat["id"], owner, chat["model"], _encode(metadata).decode()),
-            )
+    @transaction
+    def row(self, db: Db, chat_id: str, owner: str) -> sqlite3.Row:
+        return self._find(db, chat_id, owner)
 
-        await self._objects.run(work)
-
-    async def row(self, chat_id: str, owner: str) -> sqlite3.Row:
-        return await self._objects.run(lambda db: self._find(db, chat_id, owner))
-
-    async def page(self, owner: str, query: StoredChatsQuery) -> list[dict[str, Any]]:
+    @transaction
+    def page(self, db: Db, owner: str, query: StoredChatsQuery) -> list[dict[str, Any]]:
         """A page of the owner's chats, and one chat more if there are more."""
+        after = None
+        if query.after is not None:
+            self._find(db, query.after, owner, "after")
+            cursor = "SELECT seq FROM chat_completions WHERE id = ?"
+            after = db.execute(cursor, (query.after,)).fetchone()["seq"]
+        condition, pairs = having(query.metadata)
+        sql = (
+            "SELECT body FROM chat_completions JOIN responses USING (id)"
+            " WHERE chat_completions.owner = ? AND kept_until > ?"
+            f" AND model = COALESCE(?, model) AND {condition}"
+        )
+        values = (owner, self._objects.now(), query.model, *pairs)
+        rows = page_of(db, sql, values, query.limit + 1, query.order, after)
+        return [msgspec.json.decode(row["body"]) for row in rows]
 
-        def work(db: sqlite3.Connection) -> list[dict[str, Any]]:
-            compare, direction = (">", "ASC") if query.order == "asc" else ("<", "DESC")
-            sql = (
-                "SELECT body FROM chat_completions JOIN responses USING (id)"
-                " WHERE chat_completions.owner = ? AND kept_until > ?"
-            )
-            values: list[Any] = [owner, self._objects.now()]
-            if query.model is not None:
-                sql += " AND model = ?"
-                values.append(query.model)
-            for pair in query.metadata.items():
-                sql += " AND EXISTS (SELECT 1 FROM json_each(metadata) WHERE key = ? AND value = ?)"
-                values += pair
-            if query.after is not None:
-                self._find(db, query.after, owner, "after")
-                sql += f" AND seq {compare} (SELECT seq FROM chat_completions WHERE id = ?)"
-                values.append(query.after)
-            rows = db.execute(f"{sql} ORDER BY seq {direction} LIMIT ?", (*values, query.limit + 1))
-            return [msgspec.json.decode(row["body"]) for row in rows]
+    @transaction
+    def update(self, db: Db, chat_id: str, owner: str, metadata: dict[str, str]) -> bytes:
+        row = self._find(db, chat_id, owner)
+        body = _encode(msgspec.json.decode(row["body"]) | {"metadata": metadata})
+        self._objects.set_body(db, chat_id, body)
+        encoded = _encode(metadata).decode()
+        db.execute("UPDATE chat_completions SET metadata = ? WHERE id = ?", (encoded, chat_id))
+        return body
 
-        return await self._objects.run(work)
+    @transaction
+    def delete(self, db: Db, chat_id: str, owner: str) -> None:
+        self._objects.delete(db, self._find(db, chat_id, owner)["id"])
 
-    async def update(self, chat_id: str, owner: str, metadata: dict[str, str]) -> bytes:
-        def work(db: sqlite3.Connection) -> bytes:
-            row = self._find(db, chat_id, owner)
-            body = _encode(msgspec.json.decode(row["body"]) | {"metadata": metadata})
-            self._objects.set_body(db, chat_id, body)
-            encoded = _encode(metadata).decode()
-            db.execute("UPDATE chat_completions SET metadata = ? WHERE id = ?", (encoded, chat_id))
-            return body
-
-        return await self._objects.run(work)
-
-    async def delete(self, chat_id: str, owner: str) -> None:
-        def work(db: sqlite3.Connection) -> None:
-            self._find(db, chat_id, owner)
-            self._objects.delete(db, chat_id)
-
-        await self._objects.run(work)
-
-    def _find(
-        self, db: sqlite3.Connection, chat_id: str, owner: str, param: str = "completion_id"
-    ) -> sqlite3.Row:
-        row = self._objects.find(db, chat_id, owner) if chat_id.startswith(PREFIX) else None
+    def _find(self, db: Db, chat_id: str, owner: str, param: str = "completion_id") -> sqlite3.Row:
+        row = self._objects.find(db, chat_id, owner, PREFIX)
         if row is None:
             raise NotFoundError(
                 f"There is no chat completion {chat_id[:64]!r}: it was never stored, has expired or"

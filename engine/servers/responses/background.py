@@ -29,7 +29,7 @@ from engine.servers.responses.store import UNFINISHED, ResponseStore
 from engine.servers.serving.admission import Ticket
 from engine.servers.serving.event_pump import EventPump, OutputEvent
 from engine.servers.serving.sse import CHECK_WAIT_S, EventStream
-from engine.servers.serving.storage import FileLock
+from engine.servers.storage.job_queue import FileLock, JobTasks
 
 logger = logging.getLogger(__name__)
 
@@ -103,29 +103,23 @@ class Job:
         self._changed = asyncio.Event()
 
 
-class Background:
+class Background(JobTasks):
     """A component that makes responses in the background. It does not touch the disk until there is
     one.
     """
 
-    def __init__(self, store: ResponseStore, directory: Path) -> None:
+    def __init__(self, store: ResponseStore) -> None:
+        super().__init__()
         self._store = store
-        self._directory = directory
         self._server = secrets.token_hex(8)  # tells this process from other servers
         self._lock = FileLock(self._lock_path(self._server))
         self._jobs: dict[str, Job] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    async def start(self) -> None:
-        """Does nothing: jobs are begun by requests."""
 
     async def stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await super().stop()
         self._lock.remove()
 
-    async def begin(self, made: NewResponse, owner: str, is_streamed: bool, ticket: Ticket) -> Job:
+    async def accept(self, made: NewResponse, owner: str, is_streamed: bool, ticket: Ticket) -> Job:
         """Store the response as queued and make it in a task, which takes over the ticket. Raises
         if the backend refuses the prompt.
         """
@@ -134,9 +128,7 @@ class Background:
         self._lock.acquire()  # before another server can read that this one makes the response
         await self._store.save(made.begun, owner, items, made.prompt.ancestors, server=self._server)
         job = self._jobs[made.begun["id"]] = Job(made, owner, is_streamed)
-        task = asyncio.create_task(self._run(job, ticket.detach()))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self.begin(self._run(job, ticket.detach()))
         return job
 
     async def current(self, response_id: str, owner: str) -> bytes:
@@ -248,7 +240,7 @@ class Background:
         return True
 
     def _lock_path(self, server: str) -> Path:
-        return self._directory / f"responses-{server}.lock"
+        return self._store.database.path.with_name(f"responses-{server}.lock")
 
 
 def follow_job(request: Request, job: Job, after: int = -1) -> Response:

@@ -23,8 +23,9 @@ from engine.servers.responses.schema import AlwaysThere, ItemsQuery
 from engine.servers.responses.store import MAX_CONVERSATION_BYTES, too_long
 from engine.servers.schema import fields
 from engine.servers.schema.body import validated
-from engine.servers.serving.objects import ObjectStore
 from engine.servers.serving.services import Services, json_bytes, json_response
+from engine.servers.storage.objects import ObjectStore
+from engine.servers.storage.tables import Db, Store, page_of, transaction
 
 PREFIX = "conv_"
 MAX_ADDED = 20
@@ -77,11 +78,13 @@ class NewItemsQuery(Query):
     include: AlwaysThere | None = None
 
 
-class ConversationStore:
+class ConversationStore(Store):
     def __init__(self, objects: ObjectStore) -> None:
+        super().__init__(objects.database)
         self._objects = objects
 
-    async def create(self, owner: str, items: Sequence[Item], metadata: dict[str, str]) -> bytes:
+    @transaction
+    def create(self, db: Db, owner: str, items: Sequence[Item], metadata: dict[str, str]) -> bytes:
         conversation_id = PREFIX + secrets.token_hex(24)
         body = _encode(
             {
@@ -91,109 +94,88 @@ class ConversationStore:
                 "metadata": metadata,
             }
         )
-
-        def work(db: sqlite3.Connection) -> None:
-            self._objects.add(db, conversation_id, owner, b"", body)
-            self._append(db, conversation_id, items)
-
-        await self._objects.run(work)
+        self._objects.add(db, conversation_id, owner, b"", body)
+        self._append(db, conversation_id, items)
         return body
 
-    async def body(self, conversation_id: str, owner: str) -> bytes:
-        row = await self._objects.run(lambda db: self._find(db, conversation_id, owner))
-        return bytes(row["body"])
+    @transaction
+    def body(self, db: Db, conversation_id: str, owner: str) -> bytes:
+        return bytes(self._find(db, conversation_id, owner)["body"])
 
-    async def update(self, conversation_id: str, owner: str, metadata: dict[str, str]) -> bytes:
-        def work(db: sqlite3.Connection) -> bytes:
-            row = self._find(db, conversation_id, owner)
-            body = _encode(msgspec.json.decode(row["body"]) | {"metadata": metadata})
-            self._objects.set_body(db, conversation_id, body)
-            return body
+    @transaction
+    def update(self, db: Db, conversation_id: str, owner: str, metadata: dict[str, str]) -> bytes:
+        row = self._find(db, conversation_id, owner)
+        body = _encode(msgspec.json.decode(row["body"]) | {"metadata": metadata})
+        self._objects.set_body(db, conversation_id, body)
+        return body
 
-        return await self._objects.run(work)
+    @transaction
+    def delete(self, db: Db, conversation_id: str, owner: str) -> None:
+        self._objects.delete(db, self._find(db, conversation_id, owner)["id"])
 
-    async def delete(self, conversation_id: str, owner: str) -> None:
-        def work(db: sqlite3.Connection) -> None:
-            self._find(db, conversation_id, owner)
-            self._objects.delete(db, conversation_id)
-
-        await self._objects.run(work)
-
-    async def items(self, conversation_id: str, owner: str) -> list[Item]:
+    @transaction
+    def items(self, db: Db, conversation_id: str, owner: str) -> list[Item]:
         """All items, for a prompt. Raises if there are too many for one."""
+        row = self._find(db, conversation_id, owner, "conversation")
+        _check_size(db, row, "conversation")
+        rows = db.execute(
+            "SELECT body FROM conversation_items WHERE conversation_id = ? ORDER BY seq",
+            (conversation_id,),
+        )
+        return [msgspec.json.decode(each["body"]) for each in rows]
 
-        def work(db: sqlite3.Connection) -> list[Item]:
-            row = self._find(db, conversation_id, owner, "conversation")
-            _check_size(db, row, "conversation")
-            rows = db.execute(
-                "SELECT body FROM conversation_items WHERE conversation_id = ? ORDER BY seq",
-                (conversation_id,),
-            )
-            return [msgspec.json.decode(each["body"]) for each in rows]
-
-        return await self._objects.run(work)
-
-    async def add(
-        self, conversation_id: str, owner: str, items: Sequence[Item], *, is_answer: bool = False
+    @transaction
+    def add(
+        self,
+        db: Db,
+        conversation_id: str,
+        owner: str,
+        items: Sequence[Item],
+        *,
+        is_answer: bool = False,
     ) -> list[Item]:
         """Append items. Items of an answer that are there already are left out, because the model
         has written the answer meanwhile. Other such items are refused.
         """
+        param = "conversation" if is_answer else "conversation_id"
+        self._find(db, conversation_id, owner, param)
+        for index, item in enumerate([] if is_answer else items):
+            if "id" in item and self._item(db, conversation_id, item["id"]) is not None:
+                raise problem(f"items[{index}].id", "is the id of an item in the conversation")
+        added = self._append(db, conversation_id, items)
+        if not is_answer:
+            _check_size(db, self._find(db, conversation_id, owner), "items")
+        return added
 
-        def work(db: sqlite3.Connection) -> list[Item]:
-            param = "conversation" if is_answer else "conversation_id"
-            self._find(db, conversation_id, owner, param)
-            for index, item in enumerate([] if is_answer else items):
-                if "id" in item and self._item(db, conversation_id, item["id"]) is not None:
-                    raise problem(f"items[{index}].id", "is the id of an item in the conversation")
-            added = self._append(db, conversation_id, items)
-            if not is_answer:
-                _check_size(db, self._find(db, conversation_id, owner), "items")
-            return added
-
-        return await self._objects.run(work)
-
-    async def page(self, conversation_id: str, owner: str, query: ItemsQuery) -> list[Item]:
+    @transaction
+    def page(self, db: Db, conversation_id: str, owner: str, query: ItemsQuery) -> list[Item]:
         """A page of the items, and one item more if there are more."""
+        self._find(db, conversation_id, owner)
+        after = None
+        if query.after is not None:
+            after = self._item(db, conversation_id, query.after)
+            if after is None:
+                raise problem("after", "is the id of none of these items")
+        sql = "SELECT body FROM conversation_items WHERE conversation_id = ?"
+        position = None if after is None else after["seq"]
+        rows = page_of(db, sql, (conversation_id,), query.limit + 1, query.order, position)
+        return [msgspec.json.decode(row["body"]) for row in rows]
 
-        def work(db: sqlite3.Connection) -> list[Item]:
-            self._find(db, conversation_id, owner)
-            compare, direction = (">", "ASC") if query.order == "asc" else ("<", "DESC")
-            sql = "SELECT body FROM conversation_items WHERE conversation_id = ?"
-            values: list[Any] = [conversation_id]
-            if query.after is not None:
-                after = self._item(db, conversation_id, query.after)
-                if after is None:
-                    raise problem("after", "is the id of none of these items")
-                sql += f" AND seq {compare} ?"
-                values.append(after["seq"])
-            rows = db.execute(f"{sql} ORDER BY seq {direction} LIMIT ?", (*values, query.limit + 1))
-            return [msgspec.json.decode(row["body"]) for row in rows]
+    @transaction
+    def item(self, db: Db, conversation_id: str, owner: str, item_id: str) -> bytes:
+        self._find(db, conversation_id, owner)
+        return bytes(self._found_item(db, conversation_id, item_id)["body"])
 
-        return await self._objects.run(work)
-
-    async def item(self, conversation_id: str, owner: str, item_id: str) -> bytes:
-        def work(db: sqlite3.Connection) -> bytes:
-            self._find(db, conversation_id, owner)
-            return bytes(self._found_item(db, conversation_id, item_id)["body"])
-
-        return await self._objects.run(work)
-
-    async def delete_item(self, conversation_id: str, owner: str, item_id: str) -> bytes:
+    @transaction
+    def delete_item(self, db: Db, conversation_id: str, owner: str, item_id: str) -> bytes:
         """Delete an item and return the conversation."""
+        row = self._find(db, conversation_id, owner)
+        item = self._found_item(db, conversation_id, item_id)
+        db.execute("DELETE FROM conversation_items WHERE seq = ?", (item["seq"],))
+        self._objects.grow(db, conversation_id, -len(item["body"]))
+        return bytes(row["body"])
 
-        def work(db: sqlite3.Connection) -> bytes:
-            row = self._find(db, conversation_id, owner)
-            item = self._found_item(db, conversation_id, item_id)
-            db.execute("DELETE FROM conversation_items WHERE seq = ?", (item["seq"],))
-            self._objects.grow(db, conversation_id, -len(item["body"]))
-            return bytes(row["body"])
-
-        return await self._objects.run(work)
-
-    def _append(
-        self, db: sqlite3.Connection, conversation_id: str, items: Sequence[Item]
-    ) -> list[Item]:
+    def _append(self, db: Db, conversation_id: str, items: Sequence[Item]) -> list[Item]:
         num_bytes = 0
         added = [{"id": ID_PREFIXES[each["type"]] + secrets.token_hex(24)} | each for each in items]
         for item in added:
@@ -208,15 +190,9 @@ class ConversationStore:
         return added
 
     def _find(
-        self,
-        db: sqlite3.Connection,
-        conversation_id: str,
-        owner: str,
-        param: str = "conversation_id",
+        self, db: Db, conversation_id: str, owner: str, param: str = "conversation_id"
     ) -> sqlite3.Row:
-        row = None
-        if conversation_id.startswith(PREFIX):
-            row = self._objects.find(db, conversation_id, owner)
+        row = self._objects.find(db, conversation_id, owner, PREFIX)
         if row is None:
             raise NotFoundError(
                 f"There is no conversation {conversation_id[:64]!r}: it was never created, has"
@@ -226,9 +202,7 @@ class ConversationStore:
             )
         return row
 
-    def _item(
-        self, db: sqlite3.Connection, conversation_id: str, item_id: str
-    ) -> sqlite3.Row | None:
+    def _item(self, db: Db, conversation_id: str, item_id: str) -> sqlite3.Row | None:
         found = db.execute(
             "SELECT * FROM conversation_items WHERE conversation_id = ? AND id = ?",
             (conversation_id, item_id),
@@ -236,9 +210,7 @@ class ConversationStore:
         assert found is None or isinstance(found, sqlite3.Row)
         return found
 
-    def _found_item(
-        self, db: sqlite3.Connection, conversation_id: str, item_id: str
-    ) -> sqlite3.Row:
+    def _found_item(self, db: Db, conversation_id: str, item_id: str) -> sqlite3.Row:
         found = self._item(db, conversation_id, item_id)
         if found is None:
             raise NotFoundError(
@@ -249,7 +221,7 @@ class ConversationStore:
         return found
 
 
-def _check_size(db: sqlite3.Connection, conversation: sqlite3.Row, param: str) -> None:
+def _check_size(db: Db, conversation: sqlite3.Row, param: str) -> None:
     """Raise if a conversation has too many items or bytes for a prompt."""
     num_items = db.execute(
         "SELECT COUNT(*) FROM conversation_items WHERE conversation_id = ?", (conversation["id"],)

@@ -40,7 +40,7 @@ def add_responses_routes(app: FastAPI, services: Services) -> None:
     store = ResponseStore(services.objects)
     conversations = ConversationStore(services.objects)
     maker = ResponseMaker(services, store, conversations)
-    background = Background(store, services.settings.storage.directory)
+    background = Background(store)
     services.components.append(background)
     add_conversations_routes(app, services, conversations)
 
@@ -52,7 +52,7 @@ def add_responses_routes(app: FastAPI, services: Services) -> None:
         made = await maker.begin(request, body, ticket)
         if body.background:
             owner = principal_of(request).name
-            job = await background.begin(made, owner, bool(body.stream), ticket)
+            job = await background.accept(made, owner, bool(body.stream), ticket)
             return follow_job(request, job) if body.stream else json_response(job.response)
         recorder = made.recorder
         if body.stream:

@@ -5,7 +5,6 @@ A stored object is one turn: its input, its response and the id of the previous 
 some time after it was made or last continued, so all turns of a conversation in use are kept.
 """
 
-import asyncio
 import sqlite3
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,7 +12,8 @@ from typing import Any
 import msgspec
 
 from engine.core.errors import ConflictError, InvalidRequestError, NotFoundError
-from engine.servers.serving.objects import ObjectStore
+from engine.servers.storage.objects import ObjectStore
+from engine.servers.storage.tables import Db, Store, transaction
 
 PREFIX = "resp_"
 UNFINISHED = ("queued", "in_progress")
@@ -44,16 +44,19 @@ class _Output(msgspec.Struct):
     status: str = "completed"
 
 
-class ResponseStore:
+class ResponseStore(Store):
     def __init__(self, objects: ObjectStore) -> None:
+        super().__init__(objects.database)
         self._objects = objects
 
     async def check(self) -> None:
         """Check that the storage can be used. Raises `UnavailableError` if not."""
         await self._objects.check()
 
-    async def save(
+    @transaction
+    def save(
         self,
+        db: Db,
         body: dict[str, Any],
         owner: str,
         input: Sequence[Item],
@@ -65,123 +68,101 @@ class ResponseStore:
         to that of this response. If the response is made in the background, `server` is the server
         that makes it.
         """
-
-        def work(connection: sqlite3.Connection) -> None:
-            self._objects.add(
-                connection,
-                body["id"],
-                owner,
-                _encode(input),
-                _encode(body),
-                previous_id=body["previous_response_id"],
-                ancestors=ancestors,
-            )
-            if server is not None:
-                sql = "INSERT INTO background (id, server) VALUES (?, ?)"
-                connection.execute(sql, (body["id"], server))
-
-        await self._objects.run(work)
-
-    async def finish(self, body: dict[str, Any], events: bytes | None = None) -> None:
-        """Replace a background response by its final state, unless it was deleted meanwhile."""
-
-        def work(connection: sqlite3.Connection) -> None:
-            self._objects.set_body(connection, body["id"], _encode(body))
-            if events is not None:
-                sql = "UPDATE background SET events = ? WHERE id = ?"
-                connection.execute(sql, (events, body["id"]))
-                self._objects.grow(connection, body["id"], len(events))
-
-        await self._objects.run(work)
-
-    async def events(self, response_id: str, owner: str) -> bytes | None:
-        """The compressed events of a background response. None if they are not stored."""
-
-        def work(connection: sqlite3.Connection) -> bytes | None:
-            if self._find(connection, response_id, owner) is None:
-                raise _not_found(response_id)
-            return self._background(connection, response_id, "events")
-
-        return await self._objects.run(work)
-
-    async def server_of(self, response_id: str) -> str | None:
-        """The server that makes a background response. None if there is no such response."""
-        return await self._objects.run(
-            lambda connection: self._background(connection, response_id, "server")
+        self._objects.add(
+            db,
+            body["id"],
+            owner,
+            _encode(input),
+            _encode(body),
+            previous_id=body["previous_response_id"],
+            ancestors=ancestors,
         )
+        if server is not None:
+            sql = "INSERT INTO background (id, server) VALUES (?, ?)"
+            db.execute(sql, (body["id"], server))
 
-    def _background(self, connection: sqlite3.Connection, response_id: str, column: str) -> Any:
-        row = connection.execute(
-            f"SELECT {column} FROM background WHERE id = ?", (response_id,)
-        ).fetchone()
-        return None if row is None else row[column]
+    @transaction
+    def finish(self, db: Db, body: dict[str, Any], events: bytes | None = None) -> None:
+        """Replace a background response by its final state, unless it was deleted meanwhile."""
+        self._objects.set_body(db, body["id"], _encode(body))
+        if events is not None:
+            sql = "UPDATE background SET events = ? WHERE id = ?"
+            db.execute(sql, (events, body["id"]))
+            self._objects.grow(db, body["id"], len(events))
 
-    async def body(self, response_id: str, owner: str) -> bytes:
+    @transaction
+    def events(self, db: Db, response_id: str, owner: str) -> bytes | None:
+        """The compressed events of a background response. None if they are not stored."""
+        self._find(db, response_id, owner)
+        row = _background(db, response_id)
+        return None if row is None else row["events"]
+
+    @transaction
+    def server_of(self, db: Db, response_id: str) -> str | None:
+        """The server that makes a background response. None if there is no such response."""
+        row = _background(db, response_id)
+        return None if row is None else row["server"]
+
+    @transaction
+    def body(self, db: Db, response_id: str, owner: str) -> bytes:
         """The JSON bytes of a response, as it was sent to the client."""
-        return bytes((await self._row(response_id, owner))["body"])
+        return bytes(self._find(db, response_id, owner)["body"])
 
-    async def input_items(self, response_id: str, owner: str) -> list[Item]:
+    @transaction
+    def input_items(self, db: Db, response_id: str, owner: str) -> list[Item]:
         """The input items of the request that made this response, without those of earlier
         turns.
         """
-        row = await self._row(response_id, owner)
-        return await asyncio.to_thread(msgspec.json.decode, row["input"], type=list[Item])
+        return msgspec.json.decode(self._find(db, response_id, owner)["input"], type=list[Item])
 
-    async def delete(self, response_id: str, owner: str) -> None:
-        def work(connection: sqlite3.Connection) -> None:
-            if self._find(connection, response_id, owner) is None:
-                raise _not_found(response_id)
-            self._objects.delete(connection, response_id)
+    @transaction
+    def delete(self, db: Db, response_id: str, owner: str) -> None:
+        self._objects.delete(db, self._find(db, response_id, owner)["id"])
 
-        await self._objects.run(work)
-
-    async def conversation(self, response_id: str, owner: str) -> list[Turn]:
+    @transaction
+    def conversation(self, db: Db, response_id: str, owner: str) -> list[Turn]:
         """The turn `response_id` and all earlier turns of its conversation, oldest first."""
+        turns: list[Turn] = []
+        num_bytes = 0
+        next_id: str | None = response_id
+        while next_id is not None:
+            row = self._objects.find(db, next_id, owner, PREFIX)
+            if row is None:
+                raise _broken_conversation(response_id, next_id)
+            num_bytes += row["num_bytes"]
+            _check_size(len(turns) + 1, num_bytes, "previous_response_id")
+            turns.append(_turn(row))
+            next_id = row["previous_id"]
+        return turns[::-1]
 
-        def work(connection: sqlite3.Connection) -> list[Turn]:
-            turns: list[Turn] = []
-            num_bytes = 0
-            next_id: str | None = response_id
-            while next_id is not None:
-                row = self._find(connection, next_id, owner)
-                if row is None:
-                    raise _broken_conversation(response_id, next_id)
-                num_bytes += row["num_bytes"]
-                _check_size(len(turns) + 1, num_bytes, "previous_response_id")
-                turns.append(_turn(row))
-                next_id = row["previous_id"]
-            return turns[::-1]
-
-        return await self._objects.run(work)
-
-    async def turns(self, ids: Iterable[str], owner: str) -> dict[str, Turn]:
+    @transaction
+    def turns(self, db: Db, ids: Iterable[str], owner: str) -> dict[str, Turn]:
         """Maps each of `ids` to its turn. Ids that don't exist are left out."""
+        found: dict[str, Turn] = {}
+        num_bytes = 0
+        for each in ids:
+            row = self._objects.find(db, each, owner, PREFIX)
+            if row is not None:
+                num_bytes += row["num_bytes"]
+                _check_size(len(found) + 1, num_bytes, "input")
+                found[each] = _turn(row)
+        return found
 
-        def work(connection: sqlite3.Connection) -> dict[str, Turn]:
-            found: dict[str, Turn] = {}
-            num_bytes = 0
-            for each in ids:
-                row = self._find(connection, each, owner)
-                if row is not None:
-                    num_bytes += row["num_bytes"]
-                    _check_size(len(found) + 1, num_bytes, "input")
-                    found[each] = _turn(row)
-            return found
-
-        return await self._objects.run(work)
-
-    async def _row(self, response_id: str, owner: str) -> sqlite3.Row:
-        row = await self._objects.run(lambda connection: self._find(connection, response_id, owner))
+    def _find(self, db: Db, response_id: str, owner: str) -> sqlite3.Row:
+        row = self._objects.find(db, response_id, owner, PREFIX)
         if row is None:
-            raise _not_found(response_id)
+            raise NotFoundError(
+                f"Response with id {response_id[:64]!r} not found. It was never stored, has expired"
+                " or was deleted.",
+                param="response_id",
+                code="response_not_found",
+            )
         return row
 
-    def _find(
-        self, connection: sqlite3.Connection, response_id: str, owner: str
-    ) -> sqlite3.Row | None:
-        if not response_id.startswith(PREFIX):
-            return None
-        return self._objects.find(connection, response_id, owner)
+
+def _background(db: Db, response_id: str) -> Any:
+    """How a response is made in the background. None if it is not."""
+    return db.execute("SELECT * FROM background WHERE id = ?", (response_id,)).fetchone()
 
 
 def _turn(row: sqlite3.Row) -> Turn:
@@ -212,15 +193,6 @@ def too_long(max_parts: int, parts: str, param: str) -> InvalidRequestError:
         f"The conversation is longer than {max_parts} {parts} or {MAX_CONVERSATION_BYTES} bytes."
         " Begin a new one, with what matters of this one as input.",
         param=param,
-    )
-
-
-def _not_found(response_id: str) -> NotFoundError:
-    return NotFoundError(
-        f"Response with id {response_id[:64]!r} not found. It was never stored, has expired or was"
-        " deleted.",
-        param="response_id",
-        code="response_not_found",
     )
 
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from engine.core.config_presets import PresetTable
     from engine.routing.manage import ModelManager
     from engine.servers.serving.interp_results import ResultStore
-    from engine.servers.serving.objects import ObjectStore
+    from engine.servers.storage.objects import ObjectStore
 
 # Seconds after which clients should retry while the model loads or the engine restarts.
 NOT_READY_RETRY_S = 5.0
@@ -117,10 +117,10 @@ class Services:
     @functools.cached_property
     def objects(self) -> "ObjectStore":
         """The store of responses, conversations and chat completions. Most servers store none."""
-        from engine.servers.serving.objects import ObjectStore
+        from engine.servers.storage.objects import ObjectStore
 
         made = ObjectStore(self.settings.storage)
-        self.components.append(made)
+        self.components.append(made.database)
         return made
 
     @functools.cached_property

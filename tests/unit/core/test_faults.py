@@ -23,7 +23,7 @@ from engine.core.faults import Fault, FaultError
 from engine.core.parsing.parser import OutputParser
 from engine.core.sandbox.private_files import write_private
 from engine.servers.files.draft import Draft
-from engine.servers.serving.storage import Database
+from engine.servers.storage.database import Database
 from tests.support.servers.live_server import chat, events_of, live_server
 from tests.support.toy_engine.engine import ToyEngine
 from tests.support.toy_engine.grammar import END, Grammars, lark, vocabulary
@@ -122,7 +122,7 @@ async def test_a_disk_fault_fails_one_call_and_leaves_no_file(tmp_path):
         with pytest.raises(OSError, match="No space"):
             write_private(tmp_path / "kept", b"content")
     assert plan.num_strikes == len(points) and not list(tmp_path.iterdir())
-    await database.close()
+    await database.stop()
 
 
 def test_environment_faults_need_the_guard_variable():

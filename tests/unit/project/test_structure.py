@@ -178,7 +178,7 @@ TIMESTAMP_MODULES = frozenset(
         "engine.servers.ops.probes",
         "engine.servers.ops.requests",
         "engine.servers.responses.format",
-        "engine.servers.serving.objects",
+        "engine.servers.storage.objects",
         "engine.servers.access.rate_windows",
     }
 )

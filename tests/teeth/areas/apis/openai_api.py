@@ -21,7 +21,7 @@ MUTATIONS = [
     ),
     Mutation(
         "stored chats: a filter by metadata compares the values alone",
-        "engine.servers.openai.stored_chats",
+        "engine.servers.storage.tables",
         "WHERE key = ? AND value = ?)",
         "WHERE key <> ? AND value = ?)",
         "tests/unit/servers/openai/test_server_stored_chats.py::test_stored_chats_are_listed_with_filters_and_pages",

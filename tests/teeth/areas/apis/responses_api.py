@@ -40,11 +40,9 @@ MUTATIONS = [
     ),
     Mutation(
         "responses: anybody reads anybody's",
-        "engine.servers.serving.objects",
-        'WHERE id = ? AND owner = ? AND kept_until > ?",\n'
-        "            (object_id, owner, self.now())",
-        'WHERE id = ? AND ? = ? AND kept_until > ?",\n'
-        "            (object_id, owner, owner, self.now())",
+        "engine.servers.storage.objects",
+        "FROM responses WHERE id = ? AND owner = ? AND",
+        "FROM responses WHERE id = ? AND ? IS NOT NULL AND",
         "tests/unit/servers/responses/test_server_responses_store.py::test_only_the_owner_sees_a_response",
     ),
     Mutation(
@@ -113,9 +111,9 @@ MUTATIONS = [
     ),
     Mutation(
         "conversations: one that was read last is deleted first",
-        "engine.servers.serving.objects",
+        "engine.servers.storage.objects",
         'num_bytes = num_bytes + ? WHERE id = ?", (num_bytes, object_id)\n        )\n'
-        "        self.keep(connection, [object_id])\n",
+        "        self.keep(db, [object_id])\n",
         'num_bytes = num_bytes + ? WHERE id = ?", (num_bytes, object_id)\n        )\n',
         "tests/unit/servers/responses/test_server_conversations.py"
         "::test_conversations_are_private_survive_a_restart_and_are_bounded",

@@ -16,7 +16,7 @@ import pytest
 from engine.core.errors import UnavailableError
 from engine.servers.batches import run, runner, store
 from engine.servers.batches.store import BatchStore
-from engine.servers.serving.fair_slots import FairSlots
+from engine.servers.storage.fair_slots import FairSlots
 from tests.support.fakes.fake_backend import FakeBackend
 from tests.support.fakes.stopping_backend import stopping_after
 from tests.support.servers.live_server import LiveServer, chat, live_server, wait_until

@@ -173,7 +173,7 @@ def test_a_failing_database_leaves_no_file(
         raise sqlite3.OperationalError("disk I/O error")
 
     upload(client)
-    monkeypatch.setattr(store, "insert_file", fail)
+    monkeypatch.setattr(store.FILES, "insert", fail)
     with pytest.raises(openai.InternalServerError) as caught:
         upload(client)
     assert caught.value.status_code == 503

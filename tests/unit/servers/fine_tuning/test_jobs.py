@@ -156,7 +156,7 @@ def test_a_job_resumed_at_once_keeps_running(
     trainer_of(job)
     wait_for(client, job, "running")
     with monkeypatch.context() as patch:
-        patch.setattr(runner.JobRunner, "notice", lambda self: None)
+        patch.setattr(runner.JobRunner, "wake", lambda self: None)
         patch.setattr(runner, "POLL_S", 0.5)  # the runner mostly sees neither of the changes
         client.fine_tuning.jobs.pause(job.id)
         client.fine_tuning.jobs.resume(job.id)

@@ -18,9 +18,9 @@ from engine.servers.http.request_log import RequestRecord
 from engine.servers.responses.background import NOTHING_USED
 from engine.servers.responses.format import ResponseStream
 from engine.servers.serving.event_pump import EventPump
-from engine.servers.serving.objects import FILE_NAME
 from engine.servers.serving.sse import EventStream
-from engine.servers.serving.storage import FileLock
+from engine.servers.storage.job_queue import FileLock
+from engine.servers.storage.objects import FILE_NAME
 from tests.support.fakes.fake_backend import MODEL, call_script
 from tests.support.fakes.stopping_backend import StoppingBackend, stopping_after
 from tests.support.servers.live_server import LiveServer, live_server, wait_until

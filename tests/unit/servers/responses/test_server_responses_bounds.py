@@ -11,7 +11,7 @@ from engine.core.config_schema import StorageSettings
 from engine.core.errors import InvalidRequestError, NotFoundError, ResourceError
 from engine.servers.responses import store as store_module
 from engine.servers.responses.store import ResponseStore
-from engine.servers.serving.objects import ObjectStore
+from engine.servers.storage.objects import ObjectStore
 
 MakeStore = Callable[..., ResponseStore]
 
@@ -39,7 +39,7 @@ async def make_store(tmp_path: Path, clock: Clock) -> AsyncIterator[MakeStore]:
 
     yield make
     for each in opened:
-        await each.stop()
+        await each.database.stop()
 
 
 async def save(store: ResponseStore, name: str, *before: str, text: str = "") -> None:

@@ -15,7 +15,7 @@ from engine.core.interfaces.backend import ChatRequest
 from engine.core.observability.metrics import Metrics
 from engine.servers.app import create_app
 from engine.servers.responses.store import ResponseStore
-from engine.servers.serving.objects import FILE_NAME
+from engine.servers.storage.objects import FILE_NAME
 from tests.support.fakes.fake_backend import MODEL, FakeBackend, call_script
 from tests.support.servers.live_server import make_settings
 

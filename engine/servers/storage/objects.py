@@ -9,15 +9,14 @@ another tenant. No tenant takes all of the room.
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
 
 from engine.core.config_storage import StorageSettings
 from engine.core.errors import ResourceError
 from engine.core.forecast import may_take
-from engine.servers.serving.storage import Database
+from engine.servers.storage.database import Database
+from engine.servers.storage.tables import Db, Store, transaction
 
 FILE_NAME = "responses.db"
-T = TypeVar("T")
 
 # All objects are in the table `responses`. `input` is what the client sent, `body` is the answer.
 # `previous_id` is the response that a response continues.
@@ -71,44 +70,32 @@ CREATE INDEX IF NOT EXISTS chat_completions_of_owner ON chat_completions (owner,
 """
 
 
-class ObjectStore:
-    """The table of objects. Its methods that take a connection are called in a transaction, that
-    is, in a function that `run` runs.
-    """
+class ObjectStore(Store):
+    """The table of objects. Its methods that take a connection are called in a transaction."""
 
     def __init__(self, settings: StorageSettings, now: Callable[[], float] = time.time) -> None:
+        super().__init__(Database(settings.directory / FILE_NAME, _SCHEMA))
         self.now = now
-        self._database = Database(settings.directory / FILE_NAME, _SCHEMA)
         self._ttl_s = settings.response_ttl_s
         self._max_objects = settings.max_responses
         self._max_bytes = settings.max_size_mb * 2**20
 
-    async def start(self) -> None:
-        """Does nothing, because the database file is opened on first use."""
-
-    async def stop(self) -> None:
-        await self._database.close()
-
-    async def check(self) -> None:
+    @transaction
+    def check(self, db: Db) -> None:
         """Check that the storage can be used. Raises `UnavailableError` if not."""
-        await self._database.run(lambda connection: None)
 
-    async def run(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        return await self._database.run(work)
-
-    def find(
-        self, connection: sqlite3.Connection, object_id: str, owner: str
-    ) -> sqlite3.Row | None:
-        found = connection.execute(
-            "SELECT * FROM responses WHERE id = ? AND owner = ? AND kept_until > ?",
-            (object_id, owner, self.now()),
+    def find(self, db: Db, object_id: str, owner: str, prefix: str) -> sqlite3.Row | None:
+        """The object, if it is the owner's, has not expired, and is what `prefix` says."""
+        found = db.execute(
+            "SELECT * FROM responses WHERE id = ? AND owner = ? AND kept_until > ? AND id GLOB ?",
+            (object_id, owner, self.now(), prefix + "*"),
         ).fetchone()
         assert found is None or isinstance(found, sqlite3.Row)
         return found
 
     def add(
         self,
-        connection: sqlite3.Connection,
+        db: Db,
         object_id: str,
         owner: str,
         input: bytes,
@@ -120,49 +107,49 @@ class ObjectStore:
         """Add an object. The expiry of its `ancestors` is extended to that of this object."""
         num_bytes = len(input) + len(body)
         self._check_size(num_bytes)
-        connection.execute("DELETE FROM responses WHERE kept_until <= ?", (self.now(),))
-        self.keep(connection, ancestors)  # so that they are not the first to make room
-        self._make_room(connection, owner, 1, num_bytes)
+        db.execute("DELETE FROM responses WHERE kept_until <= ?", (self.now(),))
+        self.keep(db, ancestors)  # so that they are not the first to make room
+        self._make_room(db, owner, 1, num_bytes)
         row = (object_id, owner, previous_id, 0.0, num_bytes, input, body)
-        connection.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?)", row)
-        self.keep(connection, [*ancestors, object_id])
+        db.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+        self.keep(db, [*ancestors, object_id])
 
-    def set_body(self, connection: sqlite3.Connection, object_id: str, body: bytes) -> None:
+    def set_body(self, db: Db, object_id: str, body: bytes) -> None:
         """Replace the body of an object, if the object still exists."""
-        sizes = connection.execute(
+        sizes = db.execute(
             "SELECT owner, ? - length(body) AS more FROM responses WHERE id = ?",
             (len(body), object_id),
         ).fetchall()
         for each in sizes:
-            self._make_room(connection, each["owner"], 0, each["more"], object_id)
-        connection.execute(
+            self._make_room(db, each["owner"], 0, each["more"], object_id)
+        db.execute(
             "UPDATE responses SET num_bytes = num_bytes + ? - length(body), body = ? WHERE id = ?",
             (len(body), body, object_id),
         )
-        self.keep(connection, [object_id])
+        self.keep(db, [object_id])
 
-    def grow(self, connection: sqlite3.Connection, object_id: str, num_bytes: int) -> None:
+    def grow(self, db: Db, object_id: str, num_bytes: int) -> None:
         """Count `num_bytes` more for an object, for its rows in other tables."""
-        sizes = connection.execute(
+        sizes = db.execute(
             "SELECT owner, num_bytes FROM responses WHERE id = ?", (object_id,)
         ).fetchall()
         for each in sizes:
             self._check_size(each["num_bytes"] + num_bytes)
-            self._make_room(connection, each["owner"], 0, num_bytes, object_id)
-        connection.execute(
+            self._make_room(db, each["owner"], 0, num_bytes, object_id)
+        db.execute(
             "UPDATE responses SET num_bytes = num_bytes + ? WHERE id = ?", (num_bytes, object_id)
         )
-        self.keep(connection, [object_id])
+        self.keep(db, [object_id])
 
-    def keep(self, connection: sqlite3.Connection, object_ids: Iterable[str]) -> None:
+    def keep(self, db: Db, object_ids: Iterable[str]) -> None:
         """Extend the expiry of objects that were used."""
         end = self.now() + self._ttl_s
-        connection.executemany(
+        db.executemany(
             "UPDATE responses SET kept_until = ? WHERE id = ?", [(end, each) for each in object_ids]
         )
 
-    def delete(self, connection: sqlite3.Connection, object_id: str) -> None:
-        connection.execute("DELETE FROM responses WHERE id = ?", (object_id,))
+    def delete(self, db: Db, object_id: str) -> None:
+        db.execute("DELETE FROM responses WHERE id = ?", (object_id,))
 
     def _check_size(self, num_bytes: int) -> None:
         """Raise if an object alone is larger than all objects may be."""
@@ -172,21 +159,14 @@ class ObjectStore:
             )
 
     def _make_room(
-        self,
-        connection: sqlite3.Connection,
-        owner: str,
-        num_objects: int,
-        num_bytes: int,
-        kept_id: str = "",
+        self, db: Db, owner: str, num_objects: int, num_bytes: int, kept_id: str = ""
     ) -> None:
         """Delete the owner's least recently used objects, except `kept_id`, until there is room for
         this many more, or as many were deleted. Raises if that is not enough.
         """
         num_deleted = bytes_deleted = 0
-        while not self._has_room(
-            connection, owner, num_objects, num_bytes, num_deleted, bytes_deleted
-        ):
-            deleted = connection.execute(
+        while not self._has_room(db, owner, num_objects, num_bytes, num_deleted, bytes_deleted):
+            deleted = db.execute(
                 "DELETE FROM responses WHERE rowid = (SELECT rowid FROM responses"
                 " WHERE owner = ? AND id != ? ORDER BY kept_until, rowid LIMIT 1)"
                 " RETURNING num_bytes",
@@ -205,15 +185,15 @@ class ObjectStore:
 
     def _has_room(
         self,
-        connection: sqlite3.Connection,
+        db: Db,
         owner: str,
         num_objects: int,
         num_bytes: int,
         num_deleted: int,
         bytes_deleted: int,
     ) -> bool:
-        total = connection.execute("SELECT num_responses, num_bytes FROM totals").fetchone()
-        own = connection.execute(
+        total = db.execute("SELECT num_responses, num_bytes FROM totals").fetchone()
+        own = db.execute(
             "SELECT COUNT(*), COALESCE(SUM(num_bytes), 0) FROM responses WHERE owner = ?", (owner,)
         ).fetchone()
         needs = (

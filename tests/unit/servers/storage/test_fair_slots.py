@@ -2,7 +2,7 @@
 
 import asyncio
 
-from engine.servers.serving.fair_slots import FairSlots
+from engine.servers.storage.fair_slots import FairSlots
 
 
 def flood(slots: FairSlots, tenant: str, count: int) -> list[asyncio.Task[None]]:

@@ -16,7 +16,7 @@ from engine.core.errors import (
 )
 from engine.servers.files import store as file_store
 from engine.servers.files.store import FileStore, StorageFullError, hold_file
-from engine.servers.serving.storage import Database
+from engine.servers.storage.database import Database
 
 SCHEMA = "CREATE TABLE IF NOT EXISTS notes (text TEXT NOT NULL)"
 
@@ -30,7 +30,7 @@ def path(tmp_path: Path) -> Path:
 async def database(path: Path) -> AsyncIterator[Database]:
     made = Database(path, SCHEMA)
     yield made
-    await made.close()
+    await made.stop()
 
 
 def add(text: str | None, connection: sqlite3.Connection) -> None:
@@ -52,10 +52,10 @@ async def test_the_database_is_created_privately_at_the_first_write(
 
 async def test_the_database_survives_a_restart(database: Database, path: Path) -> None:
     await database.run(lambda connection: add("one", connection))
-    await database.close()
+    await database.stop()
     later = Database(path, SCHEMA)
     assert await later.run(read) == ["one"]
-    await later.close()
+    await later.stop()
     assert not list(path.parent.glob("*-wal"))  # closed in order, not recovered from a log
 
 
@@ -75,7 +75,7 @@ async def test_two_servers_can_share_a_database_file(database: Database, path: P
     await other.run(lambda connection: add("theirs", connection))
     await database.run(lambda connection: add("ours", connection))
     assert await other.run(read) == ["theirs", "ours"]
-    await other.close()
+    await other.stop()
 
 
 @pytest.mark.parametrize("content", [b"not a database at all" * 100, b"SQLite format 3\0" * 400])
@@ -97,7 +97,7 @@ async def test_a_database_found_damaged_while_running_is_replaced(
     database: Database, path: Path
 ) -> None:
     await database.run(lambda connection: add("x" * 100_000, connection))
-    await database.close()
+    await database.stop()
     content = bytearray(path.read_bytes())
     content[4096:] = b"\xff" * (len(content) - 4096)
     path.write_bytes(content)
@@ -106,7 +106,7 @@ async def test_a_database_found_damaged_while_running_is_replaced(
         await again.run(read)
     assert await again.run(read) == []
     assert path.with_name("notes.db.damaged").exists()
-    await again.close()
+    await again.stop()
 
 
 async def test_a_failing_disk_is_503_and_may_recover(
@@ -132,12 +132,12 @@ async def test_a_removed_database_file_is_recreated(
     if is_replaced:
         other = Database(path, SCHEMA)
         await other.run(lambda connection: add("another's", connection))
-        await other.close()
+        await other.stop()
     await database.run(lambda connection: add("kept", connection))
-    await database.close()
+    await database.stop()
     again = Database(path, SCHEMA)
     assert await again.run(read) == (["another's"] if is_replaced else []) + ["kept"]
-    await again.close()
+    await again.stop()
 
 
 async def test_concurrent_uploads_share_the_storage_limit(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ async def test_concurrent_uploads_share_the_storage_limit(tmp_path: Path) -> Non
             await two.write(b"x" * 600)
         await two.write(b"x" * 400)
     assert not files.num_arriving
-    await database.close()
+    await database.stop()
 
 
 async def test_a_file_in_use_by_a_batch_cannot_be_deleted(tmp_path: Path) -> None:
@@ -166,4 +166,4 @@ async def test_a_file_in_use_by_a_batch_cannot_be_deleted(tmp_path: Path) -> Non
     await database.run(lambda db: hold_file(db, file.id, -1))
     await files.delete("alice", file.id)
     assert not files.path_of(file.id).exists()
-    await database.close()
+    await database.stop()

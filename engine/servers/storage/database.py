@@ -8,7 +8,6 @@ and be lost at the next start.
 """
 
 import asyncio
-import fcntl
 import logging
 import os
 import sqlite3
@@ -30,38 +29,6 @@ T = TypeVar("T")
 Column = tuple[str, str, str]
 
 
-class FileLock:
-    """A lock that one process holds at a time. The kernel releases it when the process ends."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._fd: int | None = None
-
-    def acquire(self) -> bool:
-        """Try to take the lock. Returns whether this process holds the lock now."""
-        if self._fd is not None:
-            return True
-        fd = os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
-            return False
-        self._fd = fd
-        return True
-
-    def release(self) -> None:
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
-
-    def remove(self) -> None:
-        """Release the lock and delete its file, if this process holds the lock."""
-        if self._fd is not None:
-            self._path.unlink(missing_ok=True)
-            self.release()
-
-
 class Database:
     """A SQLite file. `schema` is SQL that creates the tables. It runs whenever the file is opened,
     so it must use `IF NOT EXISTS`. `added` has the columns that files of earlier versions lack,
@@ -69,7 +36,7 @@ class Database:
     """
 
     def __init__(self, path: Path, schema: str, added: Sequence[Column] = ()) -> None:
-        self._path = path
+        self.path = path
         self._schema = schema
         self._added = added
         self._connection: sqlite3.Connection | None = None
@@ -83,7 +50,10 @@ class Database:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, self._run, work)
 
-    async def close(self) -> None:
+    async def start(self) -> None:
+        """Does nothing, because the file is opened on first use."""
+
+    async def stop(self) -> None:
         """Flush the data to disk and close the file. Idempotent. A later `run` opens the file
         again.
         """
@@ -97,7 +67,7 @@ class Database:
             # The text of an `OSError` says enough. A SQL error may be our bug, so its traceback is
             # logged.
             is_sql = isinstance(error, sqlite3.Error)
-            logger.error("the storage in %s failed: %r", self._path.parent, error, exc_info=is_sql)
+            logger.error("the storage in %s failed: %r", self.path.parent, error, exc_info=is_sql)
             # After an error, the connection may be in any state. So the next call opens a new
             # connection.
             self._close()
@@ -108,8 +78,8 @@ class Database:
             raise UnavailableError("The server's storage failed; its log says why.") from error
 
     def _transact(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        if self._connection is not None and self._identity != _identity(self._path):
-            logger.error("the database %s is gone; a new one is begun", self._path)
+        if self._connection is not None and self._identity != _identity(self.path):
+            logger.error("the database %s is gone; a new one is begun", self.path)
             self._close()
         connection = self._connection = self._connection or self._connect()
         with connection:
@@ -126,16 +96,16 @@ class Database:
             return self._open()
 
     def _open(self) -> sqlite3.Connection:
-        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        os.close(os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600))
-        connection = sqlite3.connect(self._path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.close(os.open(self.path, os.O_CREAT | os.O_RDWR, 0o600))
+        connection = sqlite3.connect(self.path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
         try:
             connection.row_factory = sqlite3.Row
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA foreign_keys = ON")
             connection.executescript(self._schema)
             self._add_columns(connection)
-            self._identity = _identity(self._path)
+            self._identity = _identity(self.path)
         except BaseException:
             connection.close()
             raise
@@ -149,12 +119,12 @@ class Database:
 
     def _set_aside(self) -> None:
         """Rename the corrupt file, overwriting a corrupt file that was renamed earlier."""
-        aside = self._path.with_name(self._path.name + DAMAGED_SUFFIX)
+        aside = self.path.with_name(self.path.name + DAMAGED_SUFFIX)
         for companion in ("", *_COMPANIONS):
-            damaged = self._path.with_name(self._path.name + companion)
+            damaged = self.path.with_name(self.path.name + companion)
             if damaged.exists():
                 damaged.replace(aside.with_name(aside.name + companion))
-        logger.error("the database %s is damaged; it is now %s", self._path, aside.name)
+        logger.error("the database %s is damaged; it is now %s", self.path, aside.name)
 
     def _close(self) -> None:
         if self._connection is not None:

@@ -1,0 +1,1 @@
+"""What the server keeps for its tenants, and the jobs that it runs for them."""
