@@ -37,7 +37,7 @@ from engine.core.interfaces.backend import (
 from engine.core.interfaces.request import GenerateRequest
 from engine.core.interfaces.snapshot import EngineSnapshot
 from engine.core.interfaces.stats import EngineStats
-from engine.routing.adapters import restore_adapters
+from engine.routing.adapter_routes import restore_adapters
 from engine.routing.residency import Residency, own_bytes
 from engine.routing.swapping import ReplacedBackends, Swapped
 

@@ -29,7 +29,7 @@ from engine.core.interfaces.request import GenerateRequest
 from engine.core.interfaces.snapshot import EngineSnapshot
 from engine.core.interfaces.stats import EngineStats
 from engine.core.observability.logging import current_request_id
-from engine.routing.adapters import load_adapter, unload_adapter
+from engine.routing.adapter_routes import load_adapter, unload_adapter
 from engine.routing.attempts import (
     RETRY_AFTER_S,
     Attempts,

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from engine.adapters.served import ServedAdapters
 from engine.architectures.base import ModelConfig
 from engine.architectures.sites import site_list
 from engine.backends.base import (
@@ -47,7 +48,6 @@ from engine.core.interfaces.timeline import Preparation
 from engine.core.memory import memory_room, num_oom_kills, separate_oom_kills
 from engine.core.sandbox.checkpoint_validation import validate
 from engine.core.store.model_store import default_name, resolve_model
-from engine.frontend.adapters import ServedAdapters
 from engine.frontend.engine_client import (
     EngineClient,
     InlineClient,

@@ -37,8 +37,8 @@ class _Matrices:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedAdapter:
-    """The matrices of each layer that the adapter changes, by the layer's path."""
+class TorchAdapter:
+    """A packed adapter: the matrices of each layer that it changes, by the layer's path."""
 
     layers: dict[str, _Matrices]
     whole: dict[str, Tensor]  # matrices in place of the layer's own
@@ -67,7 +67,7 @@ class TorchAdapters:
         # Changes if tensors were replaced, which captured graphs have addresses of.
         self.version = 0
 
-    def pack(self, adapter: Adapter) -> PackedAdapter:
+    def pack(self, adapter: Adapter) -> TorchAdapter:
         """Copies the matrices into page-locked memory, from where the device reads them later."""
         rank = -(-adapter.max_rank // _RANK_STEP) * _RANK_STEP
         layers = {}
@@ -90,10 +90,10 @@ class TorchAdapters:
         num_bytes += sum(each.nbytes for each in whole.values())
         if self._device.type == "cuda" and layers:
             self._compile(rank)
-        return PackedAdapter(layers, whole, rank, num_bytes)
+        return TorchAdapter(layers, whole, rank, num_bytes)
 
     @torch.inference_mode()
-    def set(self, number: int, packed: PackedAdapter) -> None:
+    def set(self, number: int, packed: TorchAdapter) -> None:
         """Queues the copies of the matrices to the device."""
         if (
             packed.rank > self._rank
@@ -105,7 +105,7 @@ class TorchAdapters:
         if packed.whole or any(number in each for each in self._whole.values()):
             self._replace(number, packed.whole)
 
-    def _grow(self, number: int, packed: PackedAdapter) -> None:
+    def _grow(self, number: int, packed: TorchAdapter) -> None:
         old = self._rank
         self._rank = max(self._rank, packed.rank)
         self.num_adapters = max(self.num_adapters, -(-number // _PLACE_STEP) * _PLACE_STEP)
@@ -136,7 +136,7 @@ class TorchAdapters:
                 self._whole[path] = places
         self._renew()
 
-    def _write(self, number: int, packed: PackedAdapter) -> None:
+    def _write(self, number: int, packed: TorchAdapter) -> None:
         for path, stack in self._stacks.items():
             a, b = stack.a[number].unflatten(0, (-1, self._rank)), stack.b[number]
             matrices = packed.layers.get(path)
