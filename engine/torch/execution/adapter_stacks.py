@@ -14,13 +14,8 @@ from torch import Tensor
 
 from engine.adapters.matrices import EMBED, Adapter
 from engine.runtime.model_runner import I32, BatchInputs
-from engine.torch.kernels.lora import lora_linear, tiles_of
-from engine.torch.layers.adapted import (
-    AdapterTiles,
-    Stack,
-    adapted,
-    empty_tiles,
-)
+from engine.torch.kernels.lora import LoraStack, lora_linear, tiles_of
+from engine.torch.layers.adapted import AdapterTiles, adapted, empty_tiles
 from engine.torch.layers.linear import Linear
 from engine.torch.models.base import Decoder
 
@@ -57,7 +52,7 @@ class TorchAdapters:
     def __init__(self, model: Decoder, device: torch.device, dtype: torch.dtype) -> None:
         self._base, self._device, self._dtype = model, device, dtype
         self._layers = dict(_layers(model))
-        self._stacks: dict[str, Stack] = {}
+        self._stacks: dict[str, LoraStack] = {}
         self._whole: dict[str, dict[int, Tensor]] = {}  # by the path of a layer and by place
         self._rank = 0
         self._compiled: set[int] = set()  # ranks for which kernels are compiled
@@ -116,7 +111,7 @@ class TorchAdapters:
             if (stack := self._stacks.get(path)) is not None:
                 a[: len(stack.a), :, :old] = stack.a.unflatten(1, (-1, old))
                 b[: len(stack.b), :, :old] = stack.b
-            self._stacks[path] = Stack(a.flatten(1, 2), b, layer.rows)
+            self._stacks[path] = LoraStack(a.flatten(1, 2), b, layer.rows)
         self._renew()
 
     def _renew(self) -> None:
@@ -177,7 +172,7 @@ class TorchAdapters:
                 b = self._on_device(2, sum(rows), rank)
                 read = partial(self._on_device, 2, columns)
                 product = partial(self._on_device, 2, sum(rows))
-                lora_linear(a, b, tiles, rows, read, product, gate)
+                lora_linear(tiles, LoraStack(a, b, rows), read, product, gate, False)
         stream.synchronize()
 
     def _on_host(self, *shape: int) -> Tensor:
