@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from engine.backends.base import (
     EventSink,
@@ -19,6 +19,7 @@ from engine.backends.base import (
     InferenceBackend,
     InterruptedRequest,
     ReplayedTokens,
+    Tokenizing,
     close_events,
     push_events,
 )
@@ -252,20 +253,10 @@ class OnDemand(InferenceBackend):
             return await backend.embed(request)
 
     async def tokenize(
-        self,
-        content: ChatRequest | str,
-        *,
-        model: str = "",
-        add_special_tokens: bool = True,
-        parse_special: bool = False,
+        self, content: ChatRequest | str, *, model: str = "", **how: Unpack[Tokenizing]
     ) -> tuple[int, ...]:
         async with self.use() as backend:
-            return await backend.tokenize(
-                content,
-                model=model,
-                add_special_tokens=add_special_tokens,
-                parse_special=parse_special,
-            )
+            return await backend.tokenize(content, model=model, **how)
 
     async def detokenize(self, token_ids: tuple[int, ...], *, model: str = "") -> str:
         async with self.use() as backend:

@@ -14,7 +14,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import msgspec
 
@@ -27,6 +27,7 @@ from engine.backends.base import (
     InterruptedRequest,
     Opening,
     ReplayedTokens,
+    Tokenizing,
 )
 from engine.backends.custom.engine_settings import VALIDATOR, changed_options, options_of
 from engine.backends.process import RestartPolicy, resident_bytes
@@ -377,19 +378,13 @@ class CustomBackend(InferenceBackend):
             )
 
     async def tokenize(
-        self,
-        content: ChatRequest | str,
-        *,
-        model: str = "",
-        add_special_tokens: bool = True,
-        parse_special: bool = False,
+        self, content: ChatRequest | str, *, model: str = "", **how: Unpack[Tokenizing]
     ) -> tuple[int, ...]:
         text, _ = self._loaded()
         if isinstance(content, ChatRequest):
             return await self._preparer.encode(encode_chat, text, content)
-        return await self._preparer.encode(
-            text.encode_prompt, content, add_special_tokens, parse_special
-        )
+        special, parse = how.get("add_special_tokens", True), how.get("parse_special", False)
+        return await self._preparer.encode(text.encode_prompt, content, special, parse)
 
     async def detokenize(self, token_ids: tuple[int, ...], *, model: str = "") -> str:
         text, _ = self._loaded()
