@@ -46,6 +46,7 @@ from engine.torch.kernels.invariant.linear import (
     compare_library,
     invariant_linear,
 )
+from engine.torch.kernels.skinny import Fusion
 from engine.worker.memory import DTYPE_BYTES
 
 NUM_REQUESTS, NUM_NEW = 256, 24
@@ -192,7 +193,7 @@ def matmul_check(model: str) -> Iterator[str]:
 
         def product(count: int, call: Any = invariant_linear) -> Tensor:
             rows = None if stream is None else stream[-count:]  # noqa: B023 - called in this round
-            return call(x[-count:], weight, None, gate=gate, residual=rows)  # noqa: B023
+            return call(x[-count:], weight, None, Fusion(gate=gate, residual=rows))  # noqa: B023
 
         equal = compare_library(weight, TOKENS)
         others = [count for count in TOKENS if count not in equal]

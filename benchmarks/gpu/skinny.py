@@ -24,6 +24,7 @@ from engine.torch.kernels.base import (
     Inputs,
     Shape,
 )
+from engine.torch.kernels.skinny import PLAIN
 from engine.torch.kernels.triton.skinny import (
     SkinnyConfig,
     choose,
@@ -62,7 +63,7 @@ def tune(shape: Shape, name: str, num_tokens: int) -> dict:
         torch.device("cuda" if has_gpu else "cpu"), torch.bfloat16 if has_gpu else torch.float32
     )
     x, weight = inputs.normal(num_tokens, size), inputs.normal(outputs, size, scale=size**-0.5)
-    calls = copies_of((x, weight), {})
+    calls = copies_of((x, weight, None, PLAIN), {})
     times = {}
     for config in itertools.islice(configs(num_tokens), None if has_gpu else 2):
         try:
@@ -76,7 +77,7 @@ def tune(shape: Shape, name: str, num_tokens: int) -> dict:
         "shape": shape.name,
         "matrix": name,
         "tokens": num_tokens,
-        "cublas_us": round(microseconds(F.linear, calls), 2),
+        "cublas_us": round(microseconds(F.linear, copies_of((x, weight), {})), 2),
         "chosen": str(choose(num_tokens, outputs, size)),
         "chosen_us": round(chosen, 2),
         "best": str(best),

@@ -9,9 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from engine.torch.kernels.base import copied
+from engine.torch.kernels.base import copied, tensors_in
 
 COPIES_BYTES = 256 * 1024**2
 MAX_COPIES = 48
@@ -20,7 +19,7 @@ ROUNDS = 5
 
 def copies_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[tuple, dict]]:
     """Several copies of the call's arguments."""
-    size = sum(t.nbytes for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
+    size = sum(tensor.nbytes for tensor in tensors_in([*args, *kwargs.values()]))
     count = min(max(COPIES_BYTES // max(size, 1), 2), MAX_COPIES)
 
     return [

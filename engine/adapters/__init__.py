@@ -1,1 +1,3 @@
-"""LoRA adapters: reads PEFT folders and GGUF files, and fits them to a model."""
+"""LoRA adapters: reads PEFT folders and GGUF files, fits them to a model, serves them by name."""
+
+VALIDATOR = "engine.adapters.reading:validate_adapter"  # checks the files in a sandboxed process

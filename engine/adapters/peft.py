@@ -11,11 +11,12 @@ from typing import Any
 from engine.adapters.matrices import StoredAdapter, StoredPair
 from engine.architectures.base import Reader
 from engine.core.errors import ModelFormatError
+from engine.core.store.checkpoint_files import PEFT_FILES
 from engine.weights.files import member, read_json
 from engine.weights.lazy_tensor import LazyTensor
 from engine.weights.safetensors import open_safetensors
 
-CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
+CONFIG_NAME, WEIGHTS_NAME = PEFT_FILES
 PICKLE_NAME = "adapter_model.bin"
 _PREFIX = "base_model.model."
 # The name of the adapter may be a part of the tensor's name.

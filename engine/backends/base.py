@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias, TypedDict, Unpack
 
 from engine.core.errors import ContextLengthError, InvalidRequestError, NotFoundError
 from engine.core.interfaces.backend import (
@@ -25,6 +25,13 @@ from engine.core.interfaces.snapshot import EngineSnapshot
 from engine.core.interfaces.stats import EngineStats
 
 EventSink: TypeAlias = Callable[[Event], None]
+
+
+class Tokenizing(TypedDict, total=False):
+    """How a text becomes token ids."""
+
+    add_special_tokens: bool  # those around a text; True by default
+    parse_special: bool  # names of control tokens become these tokens; False by default
 
 
 @dataclass(frozen=True)
@@ -305,16 +312,9 @@ class InferenceBackend(ABC):
         raise InvalidRequestError("This model gives no embeddings.", param="model")
 
     async def tokenize(
-        self,
-        content: ChatRequest | str,
-        *,
-        model: str = "",
-        add_special_tokens: bool = True,
-        parse_special: bool = False,
+        self, content: ChatRequest | str, *, model: str = "", **how: Unpack[Tokenizing]
     ) -> tuple[int, ...]:
-        """Token ids of a conversation or a text. `model` is a model id; empty means the default.
-        With `parse_special`, names of control tokens in a text become these tokens.
-        """
+        """Token ids of a conversation or a text. `model` is a model id; empty means the default."""
         raise InvalidRequestError("This model's backend does not tell its tokens.", param="model")
 
     async def detokenize(self, token_ids: tuple[int, ...], *, model: str = "") -> str:

@@ -13,6 +13,7 @@ from peft import LoraConfig, get_peft_model
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 
+from engine.adapters.peft import CONFIG_NAME, WEIGHTS_NAME
 from engine.backends.transformers.checkpoint import open_checkpoint
 from engine.backends.transformers.loading import load_model
 from engine.conversion.convert import convert
@@ -20,8 +21,6 @@ from engine.core.errors import InvalidRequestError
 from engine.finetuning.folder import OPTIMIZER
 from engine.finetuning.plan import LoraShape
 
-WEIGHTS = "adapter_model.safetensors"
-CONFIG = "adapter_config.json"
 _STATE = "state.json"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -71,11 +70,11 @@ def save_adapter(model: Any, folder: Path) -> None:
         name: tensor.detach().to("cpu", torch.float32).contiguous()
         for name, tensor in get_peft_model_state_dict(model).items()
     }
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    save_file(tensors, folder / WEIGHTS_NAME, metadata={"format": "pt"})
     config = model.peft_config["default"].to_dict()
     config["target_modules"] = sorted(config["target_modules"])
     text = json.dumps(config, indent=2, sort_keys=True, default=str)
-    (folder / CONFIG).write_text(text, encoding="utf-8")
+    (folder / CONFIG_NAME).write_text(text, encoding="utf-8")
 
 
 def save_state(
@@ -94,7 +93,7 @@ def save_state(
 
 
 def load_state(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> dict[str, Any]:
-    set_peft_model_state_dict(model, load_file(folder / WEIGHTS))
+    set_peft_model_state_dict(model, load_file(folder / WEIGHTS_NAME))
     facts: dict[str, Any] = json.loads((folder / _STATE).read_text(encoding="utf-8"))
     tensors = load_file(folder / OPTIMIZER)
     for name, parameter in trained_parameters(model).items():

@@ -3,23 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.ir.plan import (
-    AttentionStep,
-    EmbedStep,
-    ExecutionPlan,
-    ExpertsStep,
-    GateRowsStep,
-    GatherStep,
-    HeadLinearStep,
-    LatentWriteStep,
-    LinearStep,
-    MeanStep,
-    NormStep,
-    RecurrentStep,
-    RopeWriteStep,
-    RouteStep,
-    Step,
-)
+from engine.ir import plan as ir
 from engine.ir.steps import weights_of
 from engine.ir.types import Counts
 
@@ -54,7 +38,7 @@ class PlanCost:
     """
 
     def __init__(
-        self, plan: ExecutionPlan, stored_bytes: StoredBytes, kv_value_bytes: float
+        self, plan: ir.ExecutionPlan, stored_bytes: StoredBytes, kv_value_bytes: float
     ) -> None:
         self._plan = plan
         self._stored_bytes = stored_bytes
@@ -67,40 +51,40 @@ class PlanCost:
     def total(self, counts: Counts) -> StepCost:
         return sum(self.steps(counts), StepCost())
 
-    def step(self, step: Step, counts: Counts) -> StepCost:
+    def step(self, step: ir.Step, counts: Counts) -> StepCost:
         match step:
-            case EmbedStep():
+            case ir.EmbedStep():
                 return self._embed(step, counts)
-            case LinearStep():
+            case ir.LinearStep():
                 return self._linear(step, counts)
-            case RopeWriteStep():
+            case ir.RopeWriteStep():
                 return self._rope_write(step, counts)
-            case AttentionStep():
+            case ir.AttentionStep():
                 return self._attention(step, counts)
-            case LatentWriteStep():
+            case ir.LatentWriteStep():
                 size = counts.tokens * self._plan.buffers[step.source].width
                 stored = round(size * self._kv_value_bytes)
                 return StepCost(5 * size, activation_bytes=2 * _FLOAT * size, kv_bytes=stored)
-            case HeadLinearStep():
+            case ir.HeadLinearStep():
                 return self._head_linear(step, counts)
-            case NormStep() | RouteStep() | GateRowsStep():
+            case ir.NormStep() | ir.RouteStep() | ir.GateRowsStep():
                 return self._elementwise(step, counts)
-            case ExpertsStep():
+            case ir.ExpertsStep():
                 return self._experts(step, counts)
-            case RecurrentStep():
+            case ir.RecurrentStep():
                 return self._recurrent(step, counts)
-            case GatherStep():
+            case ir.GatherStep():
                 size = counts.logits * self._plan.buffers[step.out].width
                 return StepCost(activation_bytes=2 * _FLOAT * size)
-            case MeanStep():
+            case ir.MeanStep():
                 size = counts.tokens * self._plan.buffers[step.out].width
                 return StepCost(flops=size, activation_bytes=_FLOAT * size)
 
-    def weights(self, step: Step) -> tuple[str, ...]:
+    def weights(self, step: ir.Step) -> tuple[str, ...]:
         """Names of the weights that a plan step reads."""
         return weights_of(step, self._matrices)
 
-    def _embed(self, step: EmbedStep, counts: Counts) -> StepCost:
+    def _embed(self, step: ir.EmbedStep, counts: Counts) -> StepCost:
         """The cost of an embedding lookup. Only the table rows of the step's tokens are read."""
         matrix = self._matrices[step.table]
         row = self._stored_bytes(step.table) / matrix.rows
@@ -112,7 +96,7 @@ class PlanCost:
             activation_bytes=_FLOAT * size,
         )
 
-    def _linear(self, step: LinearStep, counts: Counts) -> StepCost:
+    def _linear(self, step: ir.LinearStep, counts: Counts) -> StepCost:
         matrix = self._matrices[step.matrix]
         rows = self._num_rows(step.source, counts)
         written = matrix.rows // 2 if step.gated else matrix.rows
@@ -123,7 +107,7 @@ class PlanCost:
             activation_bytes=_FLOAT * rows * touched,
         )
 
-    def _head_linear(self, step: HeadLinearStep, counts: Counts) -> StepCost:
+    def _head_linear(self, step: ir.HeadLinearStep, counts: Counts) -> StepCost:
         matrix = self._matrices[step.matrix]
         rows = self._num_rows(step.source, counts)
         touched = self._plan.buffers[step.source].width + self._plan.buffers[step.out].width
@@ -136,7 +120,9 @@ class PlanCost:
     def _num_rows(self, buffer: int, counts: Counts) -> int:
         return counts.tokens if self._plan.buffers[buffer].per == "token" else counts.logits
 
-    def _elementwise(self, step: NormStep | RouteStep | GateRowsStep, counts: Counts) -> StepCost:
+    def _elementwise(
+        self, step: ir.NormStep | ir.RouteStep | ir.GateRowsStep, counts: Counts
+    ) -> StepCost:
         size = self._num_rows(step.out, counts) * self._plan.buffers[step.out].width
         return StepCost(
             flops=5 * size,
@@ -144,7 +130,7 @@ class PlanCost:
             activation_bytes=3 * _FLOAT * size,
         )
 
-    def _experts(self, step: ExpertsStep, counts: Counts) -> StepCost:
+    def _experts(self, step: ir.ExpertsStep, counts: Counts) -> StepCost:
         """The cost of experts. If tokens choose at random, this share of the experts is read."""
         rows = self._num_rows(step.source, counts)
         read = 1 - (1 - step.per_token / step.num_experts) ** rows
@@ -156,7 +142,7 @@ class PlanCost:
             activation_bytes=_FLOAT * chosen * 2 * (up.columns + down.columns),
         )
 
-    def _recurrent(self, step: RecurrentStep, counts: Counts) -> StepCost:
+    def _recurrent(self, step: ir.RecurrentStep, counts: Counts) -> StepCost:
         """The cost of a layer with a state. States count as keys and values do."""
         sizes, state = step.recurrence.sizes, step.recurrence.state
         flops = 2 * sizes.channels * state.conv_size + 6 * sizes.out * state.state_size
@@ -167,7 +153,7 @@ class PlanCost:
             kv_bytes=2 * _FLOAT * counts.sequences * sizes.state,
         )
 
-    def _rope_write(self, step: RopeWriteStep, counts: Counts) -> StepCost:
+    def _rope_write(self, step: ir.RopeWriteStep, counts: Counts) -> StepCost:
         turned, stored = step.heads + step.kv_heads, 2 * step.kv_heads
         return StepCost(
             flops=3 * counts.tokens * turned * step.rope_dim,
@@ -175,7 +161,7 @@ class PlanCost:
             kv_bytes=round(counts.tokens * stored * step.head_dim * self._kv_value_bytes),
         )
 
-    def _attention(self, step: AttentionStep, counts: Counts) -> StepCost:
+    def _attention(self, step: ir.AttentionStep, counts: Counts) -> StepCost:
         seen = min(counts.context, step.window or counts.context)
         parts = 1 if step.latent else 2
         known = parts * counts.sequences * seen * step.kv_heads * step.head_dim

@@ -11,27 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from engine.ir import plan as ir
 from engine.ir import recurrent, reference
 from engine.ir.graph import Graph
 from engine.ir.models import inputs as graph_inputs
 from engine.ir.ops import OPS
-from engine.ir.plan import (
-    AttentionStep,
-    EmbedStep,
-    ExecutionPlan,
-    ExpertsStep,
-    GateRowsStep,
-    GatherStep,
-    HeadLinearStep,
-    LatentWriteStep,
-    LinearStep,
-    MeanStep,
-    Norm,
-    NormStep,
-    RecurrentStep,
-    RopeWriteStep,
-    RouteStep,
-)
 from engine.ir.reference import F32, I32, Integers
 from engine.ir.types import Array
 
@@ -108,36 +92,36 @@ def graph_values(
     return values
 
 
-def run_plan(plan: ExecutionPlan, weights: Weights, batch: ReferenceBatch, state: State) -> F32:
+def run_plan(plan: ir.ExecutionPlan, weights: Weights, batch: ReferenceBatch, state: State) -> F32:
     """Executes the plan steps in order. Returns a copy of the output, the logits (R, V)."""
     run = _Run(plan, weights, batch, state)
     for step in plan.steps:
         match step:
-            case EmbedStep():
+            case ir.EmbedStep():
                 run.embed(step)
-            case LinearStep():
+            case ir.LinearStep():
                 run.linear(step)
-            case RopeWriteStep():
+            case ir.RopeWriteStep():
                 run.rope_write(step)
-            case LatentWriteStep():
+            case ir.LatentWriteStep():
                 run.latent_write(step)
-            case HeadLinearStep():
+            case ir.HeadLinearStep():
                 run.head_linear(step)
-            case AttentionStep():
+            case ir.AttentionStep():
                 run.attention(step)
-            case NormStep():
+            case ir.NormStep():
                 run.norm(step)
-            case RouteStep():
+            case ir.RouteStep():
                 run.route(step)
-            case ExpertsStep():
+            case ir.ExpertsStep():
                 run.experts(step)
-            case RecurrentStep():
+            case ir.RecurrentStep():
                 run.recurrent(step)
-            case GateRowsStep():
+            case ir.GateRowsStep():
                 run.buffers[step.out][:] *= reference.sigmoid(run.buffers[step.source])
-            case GatherStep():
+            case ir.GatherStep():
                 run.buffers[step.out][:] = run.buffers[step.source][batch.logit_tokens]
-            case MeanStep():
+            case ir.MeanStep():
                 states = run.buffers[step.source]
                 run.buffers[step.out][:] = reference.mean_rows(states, batch.logit_tokens)
     return run.buffers[plan.output].copy()
@@ -151,7 +135,7 @@ class _Run:
     """One execution of a plan: memory for the buffers, and a method for each kind of plan step."""
 
     def __init__(
-        self, plan: ExecutionPlan, weights: Weights, batch: ReferenceBatch, state: State
+        self, plan: ir.ExecutionPlan, weights: Weights, batch: ReferenceBatch, state: State
     ) -> None:
         counts = {"token": len(batch.token_ids), "logit": len(batch.logit_tokens)}
         room = {"token": plan.capacity.tokens, "logit": plan.capacity.logits}
@@ -167,7 +151,7 @@ class _Run:
         self._weights, self._batch, self._state = weights, batch, state
         self._rotations = state.rotations_at(batch.positions)
 
-    def embed(self, step: EmbedStep) -> None:
+    def embed(self, step: ir.EmbedStep) -> None:
         (table,) = self._matrices[step.table].parts
         rows = reference.embed(self._weights[table], self._batch.token_ids)
         rows = rows * np.float32(step.scale)
@@ -177,7 +161,7 @@ class _Run:
             rows = rows + reference.embed(self._weights[step.types], _types(self._batch))
         self.buffers[step.out][:] = rows
 
-    def linear(self, step: LinearStep) -> None:
+    def linear(self, step: ir.LinearStep) -> None:
         matrix = self._matrices[step.matrix]
         x = self._normed(self.buffers[step.source], step.norm)
         parts = [self._weights[name] for name in matrix.parts]
@@ -193,17 +177,17 @@ class _Run:
         else:
             out[:] = matmul
 
-    def norm(self, step: NormStep) -> None:
+    def norm(self, step: ir.NormStep) -> None:
         normed = self._normed(self.buffers[step.source], step.norm)
         out = self.buffers[step.out]
         out[:] = out + normed if step.residual else normed
 
-    def route(self, step: RouteStep) -> None:
+    def route(self, step: ir.RouteStep) -> None:
         correction = None if step.correction is None else self._weights[step.correction]
         logits = self.buffers[step.source]
         self.buffers[step.out][:] = reference.route(logits, step.routing, correction)
 
-    def experts(self, step: ExpertsStep) -> None:
+    def experts(self, step: ir.ExpertsStep) -> None:
         both = (self._matrices[step.up], self._matrices[step.down])
         matrices = [self._weights[name] for matrix in both for name in matrix.parts]
         biases = [self._weights[name] for matrix in both for name in matrix.biases]
@@ -213,7 +197,7 @@ class _Run:
         out = self.buffers[step.out]
         out[:] = out + total if step.residual else total
 
-    def recurrent(self, step: RecurrentStep) -> None:
+    def recurrent(self, step: ir.RecurrentStep) -> None:
         batch, states = self._batch, self._state.states[step.recurrence.layer]
         assert batch.slots is not None, step
         source, weights = self.buffers[step.source], [self._weights[name] for name in step.weights]
@@ -221,7 +205,7 @@ class _Run:
         self.buffers[step.out][:] = recurrent.compute(step.recurrence, inputs, weights)
         source[:] = np.nan  # a kernel may overwrite it
 
-    def rope_write(self, step: RopeWriteStep) -> None:
+    def rope_write(self, step: ir.RopeWriteStep) -> None:
         norms = [
             None if name is None else self._weights[name] for name in (step.q_norm, step.k_norm)
         ]
@@ -236,19 +220,19 @@ class _Run:
             step.eps,
         )
 
-    def latent_write(self, step: LatentWriteStep) -> None:
+    def latent_write(self, step: ir.LatentWriteStep) -> None:
         cache, slots = self._state.caches[step.layer], self._batch.write_slots
         x, norm = self.buffers[step.source], self._weights[step.norm]
         reference.latent_write(x, norm, step.eps, self._rotations[step.table], cache, slots)
 
-    def head_linear(self, step: HeadLinearStep) -> None:
+    def head_linear(self, step: ir.HeadLinearStep) -> None:
         (name,) = self._matrices[step.matrix].parts
         rotations = self._rotations[step.table] if step.rope_dim else None
         self.buffers[step.out][:] = reference.head_linear(
             self.buffers[step.source], self._weights[name], rotations
         )
 
-    def attention(self, step: AttentionStep) -> None:
+    def attention(self, step: ir.AttentionStep) -> None:
         slopes = None
         if step.alibi_bias is not None:
             slopes = reference.alibi_slopes(step.heads, step.alibi_bias)
@@ -266,7 +250,7 @@ class _Run:
             step.latent,
         )
 
-    def _normed(self, x: F32, norm: Norm | None) -> F32:
+    def _normed(self, x: F32, norm: ir.Norm | None) -> F32:
         if norm is None:
             return x
         weight = self._weights[norm.weight]

@@ -4,23 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from engine.ir.plan import (
-    AttentionStep,
-    EmbedStep,
-    ExpertsStep,
-    GateRowsStep,
-    GatherStep,
-    HeadLinearStep,
-    LatentWriteStep,
-    LinearStep,
-    MeanStep,
-    NormStep,
-    RecurrentStep,
-    RopeWriteStep,
-    RouteStep,
-    RowKind,
-    Step,
-)
+from engine.ir import plan as ir
 
 
 class Life(msgspec.Struct, frozen=True):
@@ -44,31 +28,38 @@ class ArenaPlace(msgspec.Struct, frozen=True):
     """
 
     width: int
-    per: RowKind
+    per: ir.RowKind
 
 
-def touched(step: Step) -> tuple[int, ...]:
+def touched(step: ir.Step) -> tuple[int, ...]:
     """The buffers that a plan step reads or writes."""
     match step:
-        case EmbedStep():
+        case ir.EmbedStep():
             return (step.out,)
-        case LinearStep() | NormStep() | RouteStep() | GateRowsStep() | GatherStep() | MeanStep():
+        case (
+            ir.LinearStep()
+            | ir.NormStep()
+            | ir.RouteStep()
+            | ir.GateRowsStep()
+            | ir.GatherStep()
+            | ir.MeanStep()
+        ):
             return (step.source, step.out)
-        case RecurrentStep():
+        case ir.RecurrentStep():
             return (step.source, step.out)
-        case HeadLinearStep():
+        case ir.HeadLinearStep():
             return (step.source, step.out)
-        case LatentWriteStep():
+        case ir.LatentWriteStep():
             return (step.source,)
-        case ExpertsStep():
+        case ir.ExpertsStep():
             return (step.source, step.weights, step.out)
-        case RopeWriteStep():
+        case ir.RopeWriteStep():
             return (step.qkv,)
-        case AttentionStep():
+        case ir.AttentionStep():
             return (step.qkv, step.out)
 
 
-def lives(steps: Sequence[Step], num_buffers: int, output: int) -> tuple[Life, ...]:
+def lives(steps: Sequence[ir.Step], num_buffers: int, output: int) -> tuple[Life, ...]:
     """The lifetime of each buffer. The output buffer lives until the last step."""
     first, last = [len(steps)] * num_buffers, [0] * num_buffers
     for index, step in enumerate(steps):
@@ -90,7 +81,7 @@ def assign_places(
     all tokens never shares a place with a buffer for only the tokens whose logits are needed.
     """
     widths: list[int] = []
-    kinds: list[RowKind] = []
+    kinds: list[ir.RowKind] = []
     free_from: list[int] = []  # for each place: the index of the plan step from which it is free
     chosen = [0] * len(rooms)
     for index in sorted(range(len(rooms)), key=lambda each: spans[each].first):

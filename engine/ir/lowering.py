@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import Literal
 
 from engine.core.errors import ModelFormatError
+from engine.ir import plan as ir
 from engine.ir.attributes import (
     AttentionAttributes,
     Experts,
@@ -20,34 +21,12 @@ from engine.ir.choice import attention_kernel, matmul_kernel, split
 from engine.ir.fusion import as_projection
 from engine.ir.graph import Graph, GraphError, Node, joined_name
 from engine.ir.liveness import ArenaPlace
-from engine.ir.plan import (
-    AttentionStep,
-    Capacity,
-    EmbedStep,
-    ExpertsStep,
-    GateRowsStep,
-    GatherStep,
-    HeadLinearStep,
-    LatentWriteStep,
-    LinearStep,
-    Machine,
-    MeanStep,
-    Norm,
-    NormStep,
-    PackedMatrix,
-    Precision,
-    RecurrentStep,
-    RopeWriteStep,
-    RouteStep,
-    RowKind,
-    Step,
-)
 from engine.ir.recurrent import OP_NAMES
 
 # A function that returns the layout in which kernels read a weight, by the weight's name.
 LayoutOf = Callable[[str], str]
 
-_KINDS: dict[str, RowKind] = {"T": "token", "R": "logit"}
+_KINDS: dict[str, ir.RowKind] = {"T": "token", "R": "logit"}
 
 
 @dataclass
@@ -57,15 +36,15 @@ class Lowering:
     """
 
     graph: Graph
-    capacity: Capacity
-    machine: Machine
-    precision: Precision
+    capacity: ir.Capacity
+    machine: ir.Machine
+    precision: ir.Precision
     layout_of: LayoutOf
-    steps: list[Step] = field(default_factory=list)
+    steps: list[ir.Step] = field(default_factory=list)
     names: list[str] = field(default_factory=list)  # buffer names
     rooms: list[ArenaPlace] = field(default_factory=list)
     buffer_of: dict[str, int] = field(default_factory=dict)  # value name -> buffer
-    matrices: dict[str, PackedMatrix] = field(default_factory=dict)
+    matrices: dict[str, ir.PackedMatrix] = field(default_factory=dict)
     vectors: dict[str, None] = field(default_factory=dict)
 
     def run(self) -> None:
@@ -102,16 +81,16 @@ class Lowering:
         scale: float = node.attributes.scale
         out = self._new_buffer(node)
         self.steps.append(
-            EmbedStep(node.origin, out, table.name, positions, scale, types, num_types)
+            ir.EmbedStep(node.origin, out, table.name, positions, scale, types, num_types)
         )
 
     def _gather(self, node: Node) -> None:
         source = self._buffer(node, 0)
-        self.steps.append(GatherStep(node.origin, source, self._new_buffer(node)))
+        self.steps.append(ir.GatherStep(node.origin, source, self._new_buffer(node)))
 
     def _mean(self, node: Node) -> None:
         source = self._buffer(node, 0)
-        self.steps.append(MeanStep(node.origin, source, self._new_buffer(node)))
+        self.steps.append(ir.MeanStep(node.origin, source, self._new_buffer(node)))
 
     def _standalone_norm(self, node: Node) -> None:
         """Lowers a norm that is not fused into a matmul. `add_norm` adds to its second input."""
@@ -123,21 +102,21 @@ class Lowering:
         names = [self._vector(name) for name in node.weights]
         bias = names[1] if len(names) > 1 else None
         kind: Literal["rms", "layer"] = "layer" if node.op == "layer_norm" else "rms"
-        norm = Norm(kind, names[0], bias, node.attributes.eps)
-        self.steps.append(NormStep(node.origin, source, out, norm, residual))
+        norm = ir.Norm(kind, names[0], bias, node.attributes.eps)
+        self.steps.append(ir.NormStep(node.origin, source, out, norm, residual))
 
     def _route(self, node: Node) -> None:
         source = self._buffer(node, 0)
         correction = self._vector(node.weights[0]) if node.weights else None
         out = self._new_buffer(node)
         experts, routing = self.rooms[out].width, node.attributes
-        self.steps.append(RouteStep(node.origin, source, out, experts, routing, correction))
+        self.steps.append(ir.RouteStep(node.origin, source, out, experts, routing, correction))
 
     def _recurrent(self, node: Node) -> None:
         self._check_private(node)
         source, out = self._buffer(node, 0), self._new_buffer(node)
         weights = tuple(map(self._vector, node.weights))
-        self.steps.append(RecurrentStep(node.origin, source, out, node.attributes, weights))
+        self.steps.append(ir.RecurrentStep(node.origin, source, out, node.attributes, weights))
 
     def _check_private(self, node: Node) -> None:
         """Checks that no other node reads the first input of `node`, which its step changes."""
@@ -148,7 +127,7 @@ class Lowering:
     def _gate_rows(self, node: Node) -> None:
         self._check_private(node)
         out = self.buffer_of[node.name] = self._buffer(node, 0)
-        self.steps.append(GateRowsStep(node.origin, self._buffer(node, 1), out))
+        self.steps.append(ir.GateRowsStep(node.origin, self._buffer(node, 1), out))
 
     def _experts(self, node: Node) -> None:
         attributes: Experts = node.attributes
@@ -172,7 +151,7 @@ class Lowering:
             for matrix in (up, down)
         ]
         self.steps.append(
-            ExpertsStep(
+            ir.ExpertsStep(
                 node.origin,
                 source,
                 weights,
@@ -195,7 +174,7 @@ class Lowering:
         norms = [self._vector(name) for name in node.weights]
         qkv = self.buffer_of[node.name] = self._buffer(node, 0)
         self.steps.append(
-            RopeWriteStep(
+            ir.RopeWriteStep(
                 node.origin,
                 qkv,
                 attributes.layer,
@@ -214,7 +193,7 @@ class Lowering:
     def _latent_write(self, node: Node) -> None:
         attributes: LatentWrite = node.attributes
         self.steps.append(
-            LatentWriteStep(
+            ir.LatentWriteStep(
                 node.origin,
                 self._buffer(node, 0),
                 attributes.layer,
@@ -231,7 +210,7 @@ class Lowering:
         matrix = self._matrix(node.weights, (), interleaved=False)
         few_rows = self.rooms[source].per == "logit"
         self.steps.append(
-            HeadLinearStep(
+            ir.HeadLinearStep(
                 node.origin,
                 source,
                 self._new_buffer(node),
@@ -246,7 +225,7 @@ class Lowering:
     def _attention(self, node: Node) -> None:
         attributes: AttentionAttributes = node.attributes
         self.steps.append(
-            AttentionStep(
+            ir.AttentionStep(
                 node.origin,
                 self._buffer(node, 0),
                 self._new_buffer(node),
@@ -289,7 +268,7 @@ class Lowering:
             column += matrix.rows
 
     def _split_gate(
-        self, node: Node, source: int, out: int, norm: Norm | None, attributes: Projection
+        self, node: Node, source: int, out: int, norm: ir.Norm | None, attributes: Projection
     ) -> None:
         """Lowers a gated matmul to two plan steps. This is for gate and up matrices of different
         layouts, which cannot be packed into one matrix.
@@ -310,8 +289,8 @@ class Lowering:
         node: Node,
         source: int,
         out: int,
-        norm: Norm | None,
-        matrix: PackedMatrix,
+        norm: ir.Norm | None,
+        matrix: ir.PackedMatrix,
         attributes: Projection,
         column: int = 0,
         multiply: bool = False,
@@ -319,7 +298,7 @@ class Lowering:
         per = self.rooms[source].per
         rows = self.capacity.tokens if per == "token" else self.capacity.logits
         self.steps.append(
-            LinearStep(
+            ir.LinearStep(
                 node.origin,
                 source,
                 out,
@@ -346,23 +325,23 @@ class Lowering:
             found.append(range(indices[0], indices[-1] + 1))
         return found
 
-    def _norm(self, node: Node, attributes: Projection) -> Norm | None:
+    def _norm(self, node: Node, attributes: Projection) -> ir.Norm | None:
         if attributes.norm == "none":
             return None
         names = [self._vector(name) for name in node.weights[: attributes.norm_weights]]
         bias = names[1] if attributes.norm_bias else None
-        return Norm(attributes.norm, names[0], bias, attributes.eps)
+        return ir.Norm(attributes.norm, names[0], bias, attributes.eps)
 
     def _matrix(
         self, parts: Sequence[str], biases: Sequence[str], interleaved: bool
-    ) -> PackedMatrix:
+    ) -> ir.PackedMatrix:
         values = [self.graph.weights[part] for part in parts]
         shapes = [(int(value.shape[-2]), int(value.shape[-1])) for value in values]
         experts = int(values[0].shape[0]) if len(values[0].shape) == 3 else 0
         name = parts[0]
         if len(parts) > 1:
             name = joined_name([part.removesuffix(".weight") for part in parts]) + ".weight"
-        matrix = PackedMatrix(
+        matrix = ir.PackedMatrix(
             name,
             tuple(parts),
             tuple(biases),

@@ -7,9 +7,9 @@ So `/readyz` shows it, and requests are refused before they reach a plugin.
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
-from engine.backends.base import InferenceBackend, ReplayedTokens, Resolved
+from engine.backends.base import InferenceBackend, ReplayedTokens, Resolved, Tokenizing
 from engine.core.interfaces.backend import (
     ChatRequest,
     CompletionRequest,
@@ -153,19 +153,9 @@ class PluggedBackend(InferenceBackend):
                     host.observe(lambda: builder.response(seen, ended_by))
 
     async def tokenize(
-        self,
-        content: ChatRequest | str,
-        *,
-        model: str = "",
-        add_special_tokens: bool = True,
-        parse_special: bool = False,
+        self, content: ChatRequest | str, *, model: str = "", **how: Unpack[Tokenizing]
     ) -> tuple[int, ...]:
-        return await self.inner.tokenize(
-            content,
-            model=model,
-            add_special_tokens=add_special_tokens,
-            parse_special=parse_special,
-        )
+        return await self.inner.tokenize(content, model=model, **how)
 
     async def detokenize(self, token_ids: tuple[int, ...], *, model: str = "") -> str:
         return await self.inner.detokenize(token_ids, model=model)

@@ -9,7 +9,7 @@ import msgspec
 from engine.backends.base import Resolved
 from engine.core.errors import NotFoundError, UnavailableError
 from engine.core.interfaces.backend import ModelCard
-from engine.routing.adapters import adapter_card, adapter_cards, route_of
+from engine.routing.adapter_routes import adapter_card, adapter_cards, route_of
 from engine.routing.attempts import RETRY_AFTER_S
 from engine.routing.replica import Replica
 from engine.routing.route import Route, combined_card

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from engine.backends.base import (
     EventSink,
@@ -19,6 +19,7 @@ from engine.backends.base import (
     InferenceBackend,
     InterruptedRequest,
     ReplayedTokens,
+    Tokenizing,
     close_events,
     push_events,
 )
@@ -37,7 +38,7 @@ from engine.core.interfaces.backend import (
 from engine.core.interfaces.request import GenerateRequest
 from engine.core.interfaces.snapshot import EngineSnapshot
 from engine.core.interfaces.stats import EngineStats
-from engine.routing.adapters import restore_adapters
+from engine.routing.adapter_routes import restore_adapters
 from engine.routing.residency import Residency, own_bytes
 from engine.routing.swapping import ReplacedBackends, Swapped
 
@@ -252,20 +253,10 @@ class OnDemand(InferenceBackend):
             return await backend.embed(request)
 
     async def tokenize(
-        self,
-        content: ChatRequest | str,
-        *,
-        model: str = "",
-        add_special_tokens: bool = True,
-        parse_special: bool = False,
+        self, content: ChatRequest | str, *, model: str = "", **how: Unpack[Tokenizing]
     ) -> tuple[int, ...]:
         async with self.use() as backend:
-            return await backend.tokenize(
-                content,
-                model=model,
-                add_special_tokens=add_special_tokens,
-                parse_special=parse_special,
-            )
+            return await backend.tokenize(content, model=model, **how)
 
     async def detokenize(self, token_ids: tuple[int, ...], *, model: str = "") -> str:
         async with self.use() as backend:

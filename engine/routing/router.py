@@ -10,9 +10,9 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
-from engine.backends.base import InferenceBackend, ReplayedTokens, Resolved
+from engine.backends.base import InferenceBackend, ReplayedTokens, Resolved, Tokenizing
 from engine.core.errors import EngineError, InvalidRequestError, UnavailableError
 from engine.core.interfaces.backend import (
     ChatRequest,
@@ -29,7 +29,7 @@ from engine.core.interfaces.request import GenerateRequest
 from engine.core.interfaces.snapshot import EngineSnapshot
 from engine.core.interfaces.stats import EngineStats
 from engine.core.observability.logging import current_request_id
-from engine.routing.adapters import load_adapter, unload_adapter
+from engine.routing.adapter_routes import load_adapter, unload_adapter
 from engine.routing.attempts import (
     RETRY_AFTER_S,
     Attempts,
@@ -211,19 +211,9 @@ class Router(InferenceBackend):
         return made
 
     async def tokenize(
-        self,
-        content: ChatRequest | str,
-        *,
-        model: str = "",
-        add_special_tokens: bool = True,
-        parse_special: bool = False,
+        self, content: ChatRequest | str, *, model: str = "", **how: Unpack[Tokenizing]
     ) -> tuple[int, ...]:
-        return await self._first_answer(
-            model,
-            lambda backend: backend.tokenize(
-                content, add_special_tokens=add_special_tokens, parse_special=parse_special
-            ),
-        )
+        return await self._first_answer(model, lambda backend: backend.tokenize(content, **how))
 
     async def detokenize(self, token_ids: tuple[int, ...], *, model: str = "") -> str:
         return await self._first_answer(model, lambda backend: backend.detokenize(token_ids))

@@ -150,9 +150,9 @@ def build_loop(
 
 
 def _adapter_places(*arguments: Any) -> "AdapterSlots":
-    from engine.worker.adapters import adapter_places  # few engines have adapters
+    from engine.worker.adapter_slots import adapter_slots  # few engines have adapters
 
-    return adapter_places(*arguments)
+    return adapter_slots(*arguments)
 
 
 def _model_drafts(draft: "DraftModel | None", budget: StepBudget) -> "ModelDrafts | None":

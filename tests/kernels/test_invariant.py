@@ -15,16 +15,17 @@ from torch import Tensor
 
 from engine.torch.execution import step_sizes
 from engine.torch.execution.cuda_runner import CudaRunner
-from engine.torch.kernels.activation import gated
 from engine.torch.kernels.attention_heads import (
     AttentionHeads,
     ReferenceAttention,
 )
 from engine.torch.kernels.attention_spec import batch_of
 from engine.torch.kernels.base import KERNELS, Inputs, interpreting
+from engine.torch.kernels.experts import ExpertMatrices
 from engine.torch.kernels.fp8 import quantize_rows, scaled_linear
 from engine.torch.kernels.invariant import attention as invariant
 from engine.torch.kernels.invariant import linear as library
+from engine.torch.kernels.skinny import PLAIN, Fusion
 from engine.torch.kernels.triton import experts
 from engine.torch.kernels.triton.invariant import linear
 from engine.torch.kernels.triton.invariant.linear import LinearTile
@@ -73,16 +74,16 @@ def test_a_row_of_a_matmul_is_bit_identical_in_every_batch(
 
     def product(rows: slice, tile: LinearTile | None = None) -> Tensor:
         given = None if residual is None else residual[rows]
-        return linear.invariant_linear(x[rows], weight, bias, gate=gate, residual=given, tile=tile)
+        fusion = Fusion(gate=gate, residual=given)
+        return linear.invariant_linear(x[rows], weight, bias, fusion, tile)
 
     whole = product(slice(0, 70), LinearTile(64, 64, 128, 4, 2))
     for first, last in ((0, 1), (69, 70), (3, 20)):
         assert torch.equal(product(slice(first, last)), whole[first:last])
     assert torch.equal(product(slice(0, 70), LinearTile(16, 256, 64, 8, 2)), whole)
-    y = linear.invariant_linear(x, weight, None)
+    y = linear.invariant_linear(x, weight, None, PLAIN)
     y = y if bias is None else y + bias
-    y = y if gate is None else gated(y, gate)
-    assert torch.equal(y if residual is None else residual + y, whole)
+    assert torch.equal(Fusion(gate=gate, residual=residual).finished(y), whole)
 
 
 def test_cublas_is_used_only_for_shapes_where_its_bits_equal_ours(
@@ -91,7 +92,7 @@ def test_cublas_is_used_only_for_shapes_where_its_bits_equal_ours(
     """A library that adds in another order for 40 rows is not used for 40 rows."""
 
     def multiply(x: Tensor, weight: Tensor) -> Tensor:
-        y: Tensor = KERNELS["invariant_linear"].triton(x, weight, None)
+        y: Tensor = KERNELS["invariant_linear"].triton(x, weight, None, PLAIN)
         return torch.nextafter(y, y + 1) if len(x) == 40 else y
 
     weight = torch.ones(8, 24, device=device)
@@ -199,9 +200,8 @@ def test_a_tokens_experts_do_not_depend_on_the_other_tokens(device: torch.device
     gate_up, down = inputs.normal(3, 64, 48, scale=0.1), inputs.normal(3, 48, 32, scale=0.1)
 
     def mixed(rows: slice) -> Tensor:
-        return experts.experts_mlp(
-            x[rows], shares[rows], ids[rows], gate_up, down, None, None, "silu"
-        )
+        matrices = ExpertMatrices(gate_up, down, None, None, "silu")
+        return experts.experts_mlp(x[rows], shares[rows], ids[rows], matrices)
 
     whole = mixed(slice(0, 60))
     for first, last in ((0, 1), (59, 60), (5, 9)):

@@ -9,8 +9,8 @@ from engine.runtime.samplers.host_sampler import row_keys, token_words
 from engine.torch.execution import device_sampler
 from engine.torch.execution.history import TokenHistory
 from engine.torch.execution.sampler import sample
-from engine.torch.kernels.base import KERNELS, TINY
-from engine.torch.kernels.sampling import gumbel, random_sample
+from engine.torch.kernels.base import TINY
+from engine.torch.kernels.sampling import RowSettings, gumbel, random_sample
 
 ROWS, VOCABULARY, MAX_LENGTH = 12, TINY.vocab_size, 40
 
@@ -86,9 +86,8 @@ def test_sampling_noise_equals_the_reference_for_every_token_of_the_vocabulary(
     words = torch.from_numpy(token_words(size)).to(device)
     ones, zeros = torch.ones(rows, device=device), torch.zeros(rows, device=device)
     none = torch.zeros(rows, dtype=torch.int32, device=device)
-    sampled = random_sample(
-        torch.zeros(rows, size, device=device), ones, none, ones, zeros, keys, words
-    )
+    logits, settings = torch.zeros(rows, size, device=device), (ones, none, ones, zeros, keys)
+    sampled = random_sample(logits, RowSettings(*settings), words, None)
     assert torch.equal(sampled, gumbel(keys, words).argmax(dim=-1))
 
 
@@ -105,17 +104,16 @@ def test_no_token_below_a_top_k_top_p_or_min_p_threshold_is_drawn(
     def setting_of(name: str, used: float, unused: float) -> torch.Tensor:
         return torch.full((rows,), used if setting == name else unused, device=device)
 
-    args = (
-        logits,
+    settings = RowSettings(
         torch.full((rows,), 20.0, device=device),
         setting_of("top-k", 4, 0).int(),
         setting_of("top-p", 0.1, 1.0),
         setting_of("min-p", 0.95, 0.0),
         torch.from_numpy(row_keys(seeds, zeros, zeros)).to(device),
-        torch.from_numpy(token_words(size)).to(device),
     )
+    args = (logits, settings, torch.from_numpy(token_words(size)).to(device), None)
     sampled = random_sample(*args)
-    assert torch.equal(sampled, KERNELS["random_sample"].reference(*args, None))
+    assert torch.equal(sampled, random_sample.reference(*args))
     ranks = (logits > logits.gather(1, sampled[:, None])).sum(dim=1)
     assert ranks.float().mean() > 1, "the draw is not hot enough to tell"
 
@@ -133,16 +131,15 @@ def test_top_k_and_top_p_thresholds_are_found_among_nearly_equal_logits(
     step = 2.0**-22 if setting == "top-k" else 4e-5
     logits = torch.from_numpy(np.float32(1) + ranks * np.float32(step)).to(device)
     seeds, zeros = rng.integers(0, 2**62, rows), np.zeros(rows, np.int32)
-    args = (
-        logits,
+    settings = RowSettings(
         torch.ones(rows, device=device),
         torch.full((rows,), 3 if setting == "top-k" else 0, dtype=torch.int32, device=device),
         torch.full((rows,), 1.0 if setting == "top-k" else 0.07, device=device),
         torch.zeros(rows, device=device),
         torch.from_numpy(row_keys(seeds, zeros, zeros)).to(device),
-        torch.from_numpy(token_words(size)).to(device),
     )
+    args = (logits, settings, torch.from_numpy(token_words(size)).to(device), None)
     sampled = random_sample(*args)
-    assert torch.equal(sampled, KERNELS["random_sample"].reference(*args, None))
+    assert torch.equal(sampled, random_sample.reference(*args))
     kept = 3 if setting == "top-k" else 5
     assert (torch.from_numpy(ranks).to(device).gather(1, sampled[:, None]) >= size - kept).all()

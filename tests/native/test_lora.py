@@ -11,7 +11,7 @@ import pytest
 from engine.adapters.matrices import Adapter, LoraPair
 from engine.adapters.reading import open_adapter
 from engine.ir.plan import Machine
-from engine.native.execution import adapters as packing
+from engine.native.execution import adapter_packing as packing
 from engine.native.execution import build
 from engine.runtime.interp.taps import CAPTURE, EXTRA_COLUMNS, TapInputs
 from engine.runtime.model_runner import RunnerConfig

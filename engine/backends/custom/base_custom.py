@@ -14,10 +14,11 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import msgspec
 
+from engine.adapters.served import ServedAdapters
 from engine.architectures.base import ModelConfig
 from engine.architectures.sites import site_list
 from engine.backends.base import (
@@ -26,6 +27,7 @@ from engine.backends.base import (
     InterruptedRequest,
     Opening,
     ReplayedTokens,
+    Tokenizing,
 )
 from engine.backends.custom.engine_settings import VALIDATOR, changed_options, options_of
 from engine.backends.process import RestartPolicy, resident_bytes
@@ -47,7 +49,6 @@ from engine.core.interfaces.timeline import Preparation
 from engine.core.memory import memory_room, num_oom_kills, separate_oom_kills
 from engine.core.sandbox.checkpoint_validation import validate
 from engine.core.store.model_store import default_name, resolve_model
-from engine.frontend.adapters import ServedAdapters
 from engine.frontend.engine_client import (
     EngineClient,
     InlineClient,
@@ -382,19 +383,13 @@ class CustomBackend(InferenceBackend):
             )
 
     async def tokenize(
-        self,
-        content: ChatRequest | str,
-        *,
-        model: str = "",
-        add_special_tokens: bool = True,
-        parse_special: bool = False,
+        self, content: ChatRequest | str, *, model: str = "", **how: Unpack[Tokenizing]
     ) -> tuple[int, ...]:
         text, _ = self._loaded()
         if isinstance(content, ChatRequest):
             return await self._preparer.encode(encode_chat, text, content)
-        return await self._preparer.encode(
-            text.encode_prompt, content, add_special_tokens, parse_special
-        )
+        special, parse = how.get("add_special_tokens", True), how.get("parse_special", False)
+        return await self._preparer.encode(text.encode_prompt, content, special, parse)
 
     async def detokenize(self, token_ids: tuple[int, ...], *, model: str = "") -> str:
         text, _ = self._loaded()

@@ -4,12 +4,12 @@ import asyncio
 import logging
 from abc import abstractmethod
 from collections.abc import AsyncIterator
-from typing import ClassVar
+from typing import ClassVar, Unpack
 
 import httpx
 import msgspec
 
-from engine.backends.base import BackendConfig, InferenceBackend
+from engine.backends.base import BackendConfig, InferenceBackend, Tokenizing
 from engine.backends.external.child_logs import ChildLog
 from engine.backends.external.external_child import ExternalChild
 from engine.backends.external.listening import Place
@@ -193,20 +193,9 @@ class ServedBackend(InferenceBackend):
         return await self._running().embed(request)
 
     async def tokenize(
-        self,
-        content: ChatRequest | str,
-        *,
-        model: str = "",
-        add_special_tokens: bool = True,
-        parse_special: bool = False,
+        self, content: ChatRequest | str, *, model: str = "", **how: Unpack[Tokenizing]
     ) -> tuple[int, ...]:
-        running = self._running()
-        return await running.tokenize(
-            content,
-            model=model,
-            add_special_tokens=add_special_tokens,
-            parse_special=parse_special,
-        )
+        return await self._running().tokenize(content, model=model, **how)
 
     async def detokenize(self, token_ids: tuple[int, ...], *, model: str = "") -> str:
         return await self._running().detokenize(token_ids, model=model)

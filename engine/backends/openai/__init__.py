@@ -6,9 +6,9 @@ format for every backend. See `dialects.py` for the differences between servers.
 
 import logging
 from collections.abc import AsyncIterator
-from typing import ClassVar
+from typing import ClassVar, Unpack
 
-from engine.backends.base import BackendConfig, InferenceBackend
+from engine.backends.base import BackendConfig, InferenceBackend, Tokenizing
 from engine.backends.openai.answer import RemoteAnswer
 from engine.backends.openai.config import OpenAIConfig, parse_endpoint, request_headers
 from engine.backends.openai.discovery import Discovery, check_lacks
@@ -95,14 +95,10 @@ class OpenAIBackend(InferenceBackend):
         return await self._connected().embed(request)
 
     async def tokenize(
-        self,
-        content: ChatRequest | str,
-        *,
-        model: str = "",
-        add_special_tokens: bool = True,
-        parse_special: bool = False,
+        self, content: ChatRequest | str, *, model: str = "", **how: Unpack[Tokenizing]
     ) -> tuple[int, ...]:
-        return await self._connected().tokenize(content, add_special_tokens, parse_special)
+        special = how.get("add_special_tokens", True)
+        return await self._connected().tokenize(content, special, how.get("parse_special", False))
 
     async def detokenize(self, token_ids: tuple[int, ...], *, model: str = "") -> str:
         return await self._connected().detokenize(token_ids)

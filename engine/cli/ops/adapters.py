@@ -74,11 +74,11 @@ def add(name: NameArgument, path: PathArgument, base: BaseOption) -> None:
 
     A running server takes it at once by POST /v1/load_lora_adapter.
     """
+    from engine.adapters import VALIDATOR
     from engine.adapters.reading import open_adapter
     from engine.core.sandbox.checkpoint_validation import validate
     from engine.core.store.adapter_store import keep_adapter
     from engine.core.store.model_store import default_name, resolve_model
-    from engine.frontend.adapters import VALIDATOR
     from engine.weights.model import open_model
 
     with _local(path) as source:

@@ -305,6 +305,12 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     cache_identity: str | None = None  # of its blocks in cache tiers, in hex; None without tiers
     speculates: bool = False  # steps verify guessed tokens, with the same output
 
+    def of_adapter(self, name: str, created: int, tenant: str | None) -> "ModelCard":
+        """The card of a LoRA adapter, if this is the card of its base model."""
+        return msgspec.structs.replace(
+            self, id=name, root=self.id, parent=self.id, created=created, tenant=tenant
+        )
+
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
     """A backend's report on its state. If `ready` is false, the server admits no requests for

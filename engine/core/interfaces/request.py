@@ -168,6 +168,15 @@ class AdapterRef(msgspec.Struct, frozen=True, array_like=True):
     changes_head: bool = True  # whether the LM head is not that of the base model
 
 
+class AdapterFacts(msgspec.Struct, frozen=True):
+    """What the frontend is told about a loaded adapter. `key` identifies its content."""
+
+    key: str
+    rank: int
+    num_bytes: int
+    changes_head: bool
+
+
 # Begins a salt that no other request has. Blocks with such a salt are not stored in cache tiers.
 UNSHARED = "unshared:"
 

@@ -72,7 +72,7 @@ from engine.runtime.samplers.host_sampler import histories, token_words
 
 if TYPE_CHECKING:
     from engine.adapters.matrices import Adapter
-    from engine.jax.execution.adapters import JAXAdapters, PackedAdapter
+    from engine.jax.execution.adapter_stacks import JAXAdapter, JAXAdapters
     from engine.jax.execution.taps import Captured
 
 # Max tokens of a step on a CPU. The activations of larger steps do not fit the L2 cache, so larger
@@ -179,15 +179,15 @@ class JAXRunner:
         )
         return StepHandle(states, finite, inputs.query_start, of_logits)
 
-    def pack_adapter(self, adapter: "Adapter") -> "PackedAdapter":
+    def pack_adapter(self, adapter: "Adapter") -> "JAXAdapter":
         return self._with_adapters().pack(adapter)
 
-    def set_adapter(self, number: int, packed: "PackedAdapter") -> None:
+    def set_adapter(self, number: int, packed: "JAXAdapter") -> None:
         self._with_adapters().set(number, packed)
 
     def _with_adapters(self) -> "JAXAdapters":
         if self._adapters is None:
-            from engine.jax.execution.adapters import JAXAdapters
+            from engine.jax.execution.adapter_stacks import JAXAdapters
 
             self._adapters = JAXAdapters(self._caches[0].dtype, self._home)
         return self._adapters

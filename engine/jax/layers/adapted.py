@@ -9,6 +9,7 @@ import numpy as np
 from jax import Array
 from numpy.typing import NDArray
 
+from engine.adapters.matrices import EMBED, HEAD
 from engine.jax.layers.linear import (
     LORA,
     TABLE_LORA,
@@ -18,8 +19,6 @@ from engine.jax.layers.linear import (
     Params,
     Whole,
 )
-
-EMBED, HEAD = "embed.weight", "head.weight"
 
 
 class Stack(NamedTuple):

@@ -55,7 +55,7 @@ from engine.worker.memory import (
 
 if TYPE_CHECKING:
     from engine.adapters.matrices import Adapter
-    from engine.native.execution.adapters import PackedAdapter
+    from engine.native.execution.adapter_packing import NativeAdapter
 
 log = logging.getLogger(__name__)
 
@@ -200,8 +200,8 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> NativeRunner:
 
 def _pack_adapter(
     plan: ExecutionPlan, rows_of: Mapping[str, int], adapter: "Adapter"
-) -> "PackedAdapter":
-    from engine.native.execution.adapters import pack_adapter, sites_of
+) -> "NativeAdapter":
+    from engine.native.execution.adapter_packing import pack_adapter, sites_of
 
     return pack_adapter(sites_of(plan, rows_of), adapter)
 

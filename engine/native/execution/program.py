@@ -6,23 +6,7 @@ from typing import Any
 
 import msgspec
 
-from engine.ir.plan import (
-    AttentionStep,
-    EmbedStep,
-    ExecutionPlan,
-    ExpertsStep,
-    GateRowsStep,
-    GatherStep,
-    HeadLinearStep,
-    Kernel,
-    LatentWriteStep,
-    LinearStep,
-    MeanStep,
-    NormStep,
-    RecurrentStep,
-    RopeWriteStep,
-    RouteStep,
-)
+from engine.ir import plan as ir
 
 # The index of each name is its code in csrc/base/kernels.h or csrc/executor/program.h.
 NUMERICS = ("f32", "int8", "bf16", "int8_outliers")
@@ -52,44 +36,44 @@ class Numbered(msgspec.Struct, frozen=True):
         return -1 if name is None else self.vectors[name]
 
 
-def add_program(model: Any, plan: ExecutionPlan, weights: Numbered) -> None:
+def add_program(model: Any, plan: ir.ExecutionPlan, weights: Numbered) -> None:
     """Passes a plan to the C++ executor, which knows weights by number and types by code."""
     model.begin_program(plan.capacity.tokens)
     sites = itertools.count()
     for step in plan.steps:
         match step:
-            case EmbedStep():
+            case ir.EmbedStep():
                 table, positions = weights.matrices[step.table], weights.vector(step.positions)
                 types = weights.vector(step.types)
                 model.embed(step.out, table, positions, step.scale, types, step.num_types)
-            case LinearStep():
+            case ir.LinearStep():
                 _add_linear(model, plan, step, weights, next(sites))
-            case RopeWriteStep():
+            case ir.RopeWriteStep():
                 _add_rope_write(model, step, weights)
-            case LatentWriteStep():
+            case ir.LatentWriteStep():
                 _add_latent_write(model, step, weights)
-            case HeadLinearStep():
+            case ir.HeadLinearStep():
                 _add_head_linear(model, plan, step, weights)
-            case AttentionStep():
+            case ir.AttentionStep():
                 _add_attention(model, step, weights)
-            case NormStep():
+            case ir.NormStep():
                 _add_norm(model, plan, step, weights)
-            case RouteStep():
+            case ir.RouteStep():
                 _add_route(model, plan, step, weights)
-            case ExpertsStep():
+            case ir.ExpertsStep():
                 _add_experts(model, plan, step, weights)
-            case RecurrentStep():
+            case ir.RecurrentStep():
                 _add_recurrent(model, step, weights)
-            case GateRowsStep():
+            case ir.GateRowsStep():
                 model.gate_rows(step.source, step.out, _over_logits(plan, step.out))
-            case GatherStep():
+            case ir.GatherStep():
                 model.gather(step.source, step.out)
-            case MeanStep():
+            case ir.MeanStep():
                 model.mean(step.source, step.out)
     model.end_program()
 
 
-def _add_recurrent(model: Any, step: RecurrentStep, weights: Numbered) -> None:
+def _add_recurrent(model: Any, step: ir.RecurrentStep, weights: Numbered) -> None:
     recurrence, state = step.recurrence, step.recurrence.state
     named = dict(zip(recurrence.weight_shapes, step.weights, strict=True))
     model.recurrent(
@@ -111,11 +95,11 @@ def _add_recurrent(model: Any, step: RecurrentStep, weights: Numbered) -> None:
     )
 
 
-def _over_logits(plan: ExecutionPlan, buffer: int) -> bool:
+def _over_logits(plan: ir.ExecutionPlan, buffer: int) -> bool:
     return plan.buffers[buffer].per == "logit"
 
 
-def _add_rope_write(model: Any, step: RopeWriteStep, weights: Numbered) -> None:
+def _add_rope_write(model: Any, step: ir.RopeWriteStep, weights: Numbered) -> None:
     cache, layer = weights.caches[step.layer]
     model.rope_write(
         qkv=step.qkv,
@@ -133,7 +117,7 @@ def _add_rope_write(model: Any, step: RopeWriteStep, weights: Numbered) -> None:
     )
 
 
-def _add_attention(model: Any, step: AttentionStep, weights: Numbered) -> None:
+def _add_attention(model: Any, step: ir.AttentionStep, weights: Numbered) -> None:
     cache, layer = weights.caches[step.layer]
     model.attention(
         qkv=step.qkv,
@@ -153,13 +137,13 @@ def _add_attention(model: Any, step: AttentionStep, weights: Numbered) -> None:
     )
 
 
-def _add_latent_write(model: Any, step: LatentWriteStep, weights: Numbered) -> None:
+def _add_latent_write(model: Any, step: ir.LatentWriteStep, weights: Numbered) -> None:
     rope = (step.table, step.rope_dim)
     model.latent_write(step.source, step.layer, rope, weights.vector(step.norm), step.eps)
 
 
 def _add_head_linear(
-    model: Any, plan: ExecutionPlan, step: HeadLinearStep, weights: Numbered
+    model: Any, plan: ir.ExecutionPlan, step: ir.HeadLinearStep, weights: Numbered
 ) -> None:
     decode, prefill = NUMERICS.index(step.kernel.decode), NUMERICS.index(step.kernel.prefill)
     model.head_linear(
@@ -172,7 +156,7 @@ def _add_head_linear(
     )
 
 
-def _add_norm(model: Any, plan: ExecutionPlan, step: NormStep, weights: Numbered) -> None:
+def _add_norm(model: Any, plan: ir.ExecutionPlan, step: ir.NormStep, weights: Numbered) -> None:
     model.norm(
         source=step.source,
         out=step.out,
@@ -185,7 +169,7 @@ def _add_norm(model: Any, plan: ExecutionPlan, step: NormStep, weights: Numbered
     )
 
 
-def _add_route(model: Any, plan: ExecutionPlan, step: RouteStep, weights: Numbered) -> None:
+def _add_route(model: Any, plan: ir.ExecutionPlan, step: ir.RouteStep, weights: Numbered) -> None:
     routing = step.routing
     model.route(
         source=step.source,
@@ -203,8 +187,10 @@ def _add_route(model: Any, plan: ExecutionPlan, step: RouteStep, weights: Number
     )
 
 
-def _add_experts(model: Any, plan: ExecutionPlan, step: ExpertsStep, weights: Numbered) -> None:
-    def numbers(matrix: str, kernel: Kernel) -> tuple[int, int, int, int]:
+def _add_experts(
+    model: Any, plan: ir.ExecutionPlan, step: ir.ExpertsStep, weights: Numbered
+) -> None:
+    def numbers(matrix: str, kernel: ir.Kernel) -> tuple[int, int, int, int]:
         bias = weights.biases[matrix] if step.has_bias else -1
         decode, prefill = NUMERICS.index(kernel.decode), NUMERICS.index(kernel.prefill)
         return weights.matrices[matrix], bias, decode, prefill
@@ -225,7 +211,7 @@ def _add_experts(model: Any, plan: ExecutionPlan, step: ExpertsStep, weights: Nu
 
 
 def _add_linear(
-    model: Any, plan: ExecutionPlan, step: LinearStep, weights: Numbered, site: int
+    model: Any, plan: ir.ExecutionPlan, step: ir.LinearStep, weights: Numbered, site: int
 ) -> None:
     """`site` numbers the matmuls of a plan, for adapters."""
     norm = step.norm

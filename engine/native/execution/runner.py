@@ -27,7 +27,7 @@ from engine.runtime.model_runner import (
 
 if TYPE_CHECKING:
     from engine.adapters.matrices import Adapter
-    from engine.native.execution.adapters import PackedAdapter
+    from engine.native.execution.adapter_packing import NativeAdapter
 
 
 class StepHandle(msgspec.Struct, frozen=True):
@@ -61,7 +61,7 @@ class NativeRunner:
         hidden_size: int,
         step_kinds: Sequence[str] = (),
         numerics: str = "",
-        pack_adapter: "Callable[[Adapter], PackedAdapter] | None" = None,
+        pack_adapter: "Callable[[Adapter], NativeAdapter] | None" = None,
         config: ModelConfig | None = None,
         sites: tuple[Site, ...] = (),
     ) -> None:
@@ -162,11 +162,11 @@ class NativeRunner:
     def write_blocks(self, group: Group, blocks: Sequence[int], rows: Bytes) -> None:
         self._model.write_blocks(GROUPS.index(group), np.array(blocks, np.int64), rows)
 
-    def pack_adapter(self, adapter: "Adapter") -> "PackedAdapter":
+    def pack_adapter(self, adapter: "Adapter") -> "NativeAdapter":
         assert self._pack_adapter is not None, "this runner was built without it"
         return self._pack_adapter(adapter)
 
-    def set_adapter(self, number: int, packed: "PackedAdapter") -> None:
+    def set_adapter(self, number: int, packed: "NativeAdapter") -> None:
         self._model.set_adapter(number, packed.sites, packed.embedding, packed.whole)
         self._has_adapters = True
 

@@ -5,9 +5,9 @@ While no node is here, requests wait for one, as long as `server.queue_timeout_s
 
 from typing import Any
 
+from engine.adapters.served import ServedAdapters
 from engine.backends.custom.base_custom import CustomBackend
 from engine.core.interfaces.request import ControlReply, Ready
-from engine.frontend.adapters import ServedAdapters
 from engine.ipc.engine_process import EngineProcess
 from engine.routing.nodes.pool import NodePool
 

@@ -20,7 +20,7 @@ from typing import Protocol
 import msgspec
 
 from engine.core.errors import EngineError, InferenceError, InvalidRequestError
-from engine.core.interfaces.request import AdapterRef, Control, ControlReply
+from engine.core.interfaces.request import AdapterFacts, AdapterRef, Control, ControlReply
 from engine.core.sandbox.checkpoint_validation import identity_of
 from engine.runtime.model_runner import AdapterRunner
 
@@ -49,15 +49,6 @@ class PackedAdapter(Protocol):
 
     @property
     def num_bytes(self) -> int: ...
-
-
-class AdapterFacts(msgspec.Struct, frozen=True):
-    """What the frontend is told about a loaded adapter. `key` identifies its content."""
-
-    key: str
-    rank: int
-    num_bytes: int
-    changes_head: bool
 
 
 @dataclass(frozen=True, slots=True)

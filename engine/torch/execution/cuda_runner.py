@@ -21,7 +21,7 @@ from engine.runtime.model_runner import (
     SamplingInputs,
 )
 from engine.torch.device import prefer_cublaslt
-from engine.torch.execution.adapters import FEW_ADAPTERS
+from engine.torch.execution.adapter_stacks import FEW_ADAPTERS
 from engine.torch.execution.device_sampler import Kind
 from engine.torch.execution.graphs import Capturer
 from engine.torch.execution.runner import CachedStep, TorchRunner

@@ -20,6 +20,8 @@ from engine.runtime.outputs import Sampled
 from engine.torch.execution.history import TokenHistory
 from engine.torch.execution.sampler import with_logprobs
 from engine.torch.kernels.sampling import (
+    Penalties,
+    RowSettings,
     add_bias_,
     greedy,
     penalize,
@@ -86,16 +88,8 @@ def choose(
         width = -(-vocabulary // 32)
         mask = given[MASK][: rows * width].view(rows, width)
     if kind.samples:
-        tokens = random_sample(
-            adjusted,
-            of_rows["temperature"],
-            of_rows["top_k"],
-            of_rows["top_p"],
-            of_rows["min_p"],
-            of_rows["keys"],
-            words,
-            mask,
-        )
+        row_settings = RowSettings(*(of_rows[name] for name in RowSettings._fields))
+        tokens = random_sample(adjusted, row_settings, words, mask)
     else:
         tokens = greedy(adjusted, mask)
     return torch.where(of_rows["forced"] < 0, tokens, of_rows["forced"])
@@ -105,8 +99,7 @@ def _adjusted(
     logits: Tensor, given: Mapping[str, Tensor], of_rows: Mapping[str, Tensor], history: Tensor
 ) -> Tensor:
     """A copy of the logits with penalties and biases applied."""
-    adjusted = penalize(
-        logits,
+    penalties = Penalties(
         history,
         of_rows["slots"],
         of_rows["position"],
@@ -114,8 +107,9 @@ def _adjusted(
         of_rows["repetition"],
         of_rows["presence"],
         of_rows["frequency"],
-        torch.zeros(logits.shape, dtype=torch.int32, device=logits.device),
     )
+    counts = torch.zeros(logits.shape, dtype=torch.int32, device=logits.device)
+    adjusted = penalize(logits, penalties, counts)
     if not len(given["bias_rows"]):
         return adjusted
     return add_bias_(adjusted, given["bias_rows"], given["bias_ids"], given["bias_values"])

@@ -55,8 +55,8 @@ from engine.torch.models.base import Decoder
 if TYPE_CHECKING:
     from engine.adapters.matrices import Adapter
     from engine.runtime.interp.taps import TapInputs
-    from engine.torch.execution.adapters import (
-        PackedAdapter,
+    from engine.torch.execution.adapter_stacks import (
+        TorchAdapter,
         TorchAdapters,
     )
 
@@ -196,20 +196,20 @@ class TorchRunner(SamplingRunner):
         """The model that computes a step: with adapters, if a row has one."""
         if self._adapters is None or not inputs.adapter_ids.any():
             return self._model
-        from engine.torch.execution.adapters import step_tiles
+        from engine.torch.execution.adapter_stacks import step_tiles
 
         sizes = len(inputs.token_ids), len(inputs.logit_rows), self._adapters.num_adapters
         return self._adapters.begin(*map(self._put, step_tiles(inputs, *sizes)))
 
-    def pack_adapter(self, adapter: "Adapter") -> "PackedAdapter":
+    def pack_adapter(self, adapter: "Adapter") -> "TorchAdapter":
         return self._with_adapters().pack(adapter)
 
-    def set_adapter(self, number: int, packed: "PackedAdapter") -> None:
+    def set_adapter(self, number: int, packed: "TorchAdapter") -> None:
         self._with_adapters().set(number, packed)
 
     def _with_adapters(self) -> "TorchAdapters":
         if self._adapters is None:
-            from engine.torch.execution.adapters import TorchAdapters
+            from engine.torch.execution.adapter_stacks import TorchAdapters
 
             self._adapters = TorchAdapters(self._model, self._device, self._dtype)
         return self._adapters

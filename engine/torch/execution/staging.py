@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.runners.layout import Layout
 from engine.runtime.model_runner import I32, BatchInputs, RunnerConfig, StepOutput
-from engine.torch.execution.adapters import step_tiles
+from engine.torch.execution.adapter_stacks import step_tiles
 from engine.torch.execution.cache import slots_by_cache
 from engine.torch.execution.device_sampler import Kind
 from engine.torch.execution.step_sizes import Size, StepSizes

@@ -8,15 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.torch.kernels.base import (
-    Example,
-    Inputs,
-    KernelSpec,
-    Shape,
-    compiled,
-    register,
-    size_of,
-)
+from engine.torch.kernels.base import Example, Inputs, Shape, op, size_of
 
 GATES = ("silu", "gelu", "gelu_tanh", "relu2", "swiglu_oai")
 # The constants of "swiglu_oai", the gated activation of gpt-oss: gate and up are clamped, sigmoid's
@@ -24,12 +16,13 @@ GATES = ("silu", "gelu", "gelu_tanh", "relu2", "swiglu_oai")
 SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702
 
 
+@op("epilogue:gated")
 def gated(gate_up: Tensor, kind: str) -> Tensor:
     """activation(gate) * up, for gate and up side by side: (T, 2 I) -> (T, I)
 
     `kind` is the activation, one of `GATES`.
     """
-    return _GATED(gate_up, kind)
+    return gated_halves(gate_up, kind)
 
 
 def activate(x: Tensor, kind: str) -> Tensor:
@@ -58,12 +51,4 @@ def _examples(shape: Shape, device: torch.device, dtype: torch.dtype) -> Iterato
             yield Example(f"{kind} {rows}x{shape.inner_size}", (gate_up, kind))
 
 
-_GATED = register(
-    KernelSpec(
-        name="gated",
-        reference=gated_halves,
-        triton=compiled("epilogue:gated"),
-        examples=_examples,
-        bytes_of=lambda gate_up, kind: size_of(gate_up) * 3 // 2,
-    )
-)
+gated.specify(_examples, lambda gate_up, kind: size_of(gate_up) * 3 // 2)

@@ -1,7 +1,7 @@
-"""Defines `KernelSpec`: a kernel, its PyTorch reference, tolerances, examples and min work.
+"""Defines `Op`, an operation with a kernel, and `KernelSpec`: tolerances, examples and min work.
 
-Each op is one function of this package. For CUDA tensors the op runs a kernel, for other tensors
-the PyTorch reference. A `KernelSpec` has both, so tests can compare them. Tests and the
+An op is declared as one function, which computes it by PyTorch: its reference. For CUDA tensors the
+op runs a kernel instead. A `KernelSpec` has both, so tests can compare them. Tests and the
 micro-benchmark use the same examples. Launching a kernel never waits for the device, and the memory
 that it allocates depends only on the shapes of its inputs. So each kernel can be captured in a CUDA
 graph.
@@ -12,15 +12,17 @@ import os
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, update_wrapper
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 KERNELS: dict[str, "KernelSpec"] = {}
 _PACKAGE = __package__
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,12 @@ ROUNDED = {
     torch.float16: Tolerance(2e-3, 2e-3),
     torch.bfloat16: Tolerance(1.6e-2, 1.6e-2),
 }
+# Tolerances for matmuls, whose sums have another order in the reference, or are rounded on the way.
+SUMMED = {
+    torch.float32: Tolerance(1e-4, 1e-4),
+    torch.float16: Tolerance(1e-2, 1e-2),
+    torch.bfloat16: Tolerance(4e-2, 4e-2),
+}
 
 
 class Inputs:
@@ -136,24 +144,11 @@ class KernelSpec:
     flops_of: Callable[..., int] = lambda *_, **__: 0
     tolerance: Mapping[torch.dtype, Tolerance] = field(default_factory=lambda: ROUNDED)
 
-    def __call__(self, first: Tensor, *args: Any, **kwargs: Any) -> Any:
-        tensors = (each for each in (first, *args, *kwargs.values()) if isinstance(each, Tensor))
-        learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-        run = self.triton if use_triton(first) and not learns else self.reference
-        return run(first, *args, **kwargs)
-
 
 def register(spec: KernelSpec) -> KernelSpec:
     assert spec.name not in KERNELS, spec.name
     KERNELS[spec.name] = spec
     return spec
-
-
-def load_all() -> Mapping[str, KernelSpec]:
-    """The specs of all kernels by name. Imports all modules of the package."""
-    for module in pkgutil.iter_modules(importlib.import_module(_PACKAGE).__path__):
-        importlib.import_module(f"{_PACKAGE}.{module.name}")
-    return KERNELS
 
 
 def compiled(path: str) -> Callable[..., Any]:
@@ -191,6 +186,49 @@ def use_triton(tensor: Tensor) -> bool:
     return (tensor.is_cuda or interpreting()) and _has_triton()
 
 
+class Op(Generic[P, R]):
+    """An operation that runs `triton` if that suits its first argument, and `reference` otherwise,
+    which is also run if a gradient is needed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        reference: Callable[P, R],
+        triton: Callable[P, R],
+        suits: Callable[[Any], bool] = use_triton,
+    ) -> None:
+        update_wrapper(self, reference)
+        self.name, self.reference, self.triton = name, reference, triton
+        self._suits = suits
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        learns = torch.is_grad_enabled() and any(
+            tensor.requires_grad for tensor in tensors_in([*args, *kwargs.values()])
+        )
+        run = self.triton if self._suits(args[0]) and not learns else self.reference
+        return run(*args, **kwargs)
+
+    def specify(self, examples: ExampleMaker, bytes_of: Callable[..., int], **rest: Any) -> None:
+        """Registers the op's `KernelSpec`. `rest` are further fields of it."""
+        register(KernelSpec(self.name, self.reference, self.triton, examples, bytes_of, **rest))
+
+
+def op(
+    path: str, suits: Callable[[Any], bool] = use_triton
+) -> Callable[[Callable[P, R]], Op[P, R]]:
+    """Makes a reference the op whose kernel is at `path` (see `compiled`)."""
+    name = path.partition(":")[2]
+    return lambda reference: Op(name, reference, compiled(path), suits)
+
+
+def load_all() -> Mapping[str, KernelSpec]:
+    """The specs of all kernels by name. Imports all modules of the package."""
+    for module in pkgutil.iter_modules(importlib.import_module(_PACKAGE).__path__):
+        importlib.import_module(f"{_PACKAGE}.{module.name}")
+    return KERNELS
+
+
 def size_of(*tensors: Tensor | None) -> int:
     """The number of bytes of all elements of the tensors together. None counts as 0."""
     return sum(t.numel() * t.element_size() for t in tensors if t is not None)
@@ -217,13 +255,16 @@ def outcome(call: Any, example: Example) -> list[Tensor]:
     kwargs = {name: copied(each) for name, each in example.kwargs.items()}
     with torch.no_grad():
         result = call(*args, **kwargs)
-    return list(_tensors([result, *args, *kwargs.values()]))
+    return list(tensors_in([result, *args, *kwargs.values()]))
 
 
 def copied(value: Any) -> Any:
-    """A copy of a tensor with the same strides. What lies between its values in memory is copied
-    too, because a float8 cache has its scales there.
+    """A copy of a tensor with the same strides, or of a tuple of tensors. What lies between a
+    tensor's values in memory is copied too, because a float8 cache has its scales there.
     """
+    if isinstance(value, tuple):
+        copies = map(copied, value)
+        return tuple(copies) if type(value) is tuple else type(value)(*copies)
     if not isinstance(value, Tensor):
         return value
     storage = value.untyped_storage().clone()
@@ -231,12 +272,13 @@ def copied(value: Any) -> Any:
     return copy.set_(storage, value.storage_offset(), value.shape, value.stride())
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """All tensors of nested tuples and lists."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple | list):
         for each in value:
-            yield from _tensors(each)
+            yield from tensors_in(each)
 
 
 def _tolerance(spec: KernelSpec, tensors: list[Tensor]) -> Tolerance:

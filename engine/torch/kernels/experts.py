@@ -7,7 +7,7 @@ expert has: it launches enough programs for the worst case, and superfluous prog
 
 from collections.abc import Iterator
 from math import prod
-from typing import Any
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -15,16 +15,7 @@ from torch import Tensor
 
 from engine.architectures.base import ExpertsConfig
 from engine.torch.kernels.activation import gated_halves
-from engine.torch.kernels.base import (
-    Example,
-    Inputs,
-    KernelSpec,
-    Shape,
-    Tolerance,
-    compiled,
-    register,
-    size_of,
-)
+from engine.torch.kernels.base import SUMMED, Example, Inputs, Shape, op, size_of
 from engine.torch.kernels.quantized import (
     LAYOUTS,
     GroupedWeight,
@@ -32,6 +23,7 @@ from engine.torch.kernels.quantized import (
     random_weight,
 )
 
+Matrix = TypeVar("Matrix", Tensor, GroupedWeight)
 _TINIEST_SUM = 1e-20  # is added to a sum of shares before the division
 
 
@@ -42,11 +34,12 @@ def route(
     their ids (T, k) int32.
     """
     if experts.groups > 1 or correction is not None:  # the kernel has neither
-        return _route_reference(logits, correction, experts)
-    return _ROUTE(logits, None, experts)
+        return _route.reference(logits, correction, experts)
+    return _route(logits, None, experts)
 
 
-def _route_reference(
+@op("experts:route")
+def _route(
     logits: Tensor, correction: Tensor | None, experts: ExpertsConfig
 ) -> tuple[Tensor, Tensor]:
     logits = logits.float()
@@ -82,34 +75,25 @@ def _in_best_groups(ranked: Tensor, experts: ExpertsConfig) -> Tensor:
     return groups.masked_fill(~is_best[..., None], float("-inf")).flatten(1)
 
 
-def experts_mlp(
-    x: Tensor,
-    shares: Tensor,
-    ids: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    kind: str,
-) -> Tensor:
-    """The sum of each token's experts, multiplied by their shares: x (T, D) -> (T, D).
-
-    `shares` and `ids` are (T, k), `gate_up` is (E, 2 X, D) with the rows of gate before those of
-    up, `down` is (E, D, X). `kind` is the gated activation.
+class ExpertMatrices(NamedTuple, Generic[Matrix]):
+    """The matrices of all experts: `gate_up` is (E, 2 X, D) with the rows of gate before those of
+    up, `down` is (E, D, X). Of quantized matrices, the rows of all experts form one matrix:
+    (E * 2 X, D) and (E * D, X).
     """
-    return _EXPERTS_MLP(x, shares, ids, gate_up, down, gate_up_bias, down_bias, kind)
+
+    gate_up: Matrix
+    down: Matrix
+    gate_up_bias: Tensor | None  # (E, 2 X)
+    down_bias: Tensor | None  # (E, D)
+    kind: str  # the gated activation
 
 
-def _mlp_reference(
-    x: Tensor,
-    shares: Tensor,
-    ids: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    kind: str,
-) -> Tensor:
+@op("experts:experts_mlp")
+def experts_mlp(x: Tensor, shares: Tensor, ids: Tensor, experts: ExpertMatrices[Tensor]) -> Tensor:
+    """The sum of each token's experts, multiplied by their shares: x (T, D) -> (T, D). `shares`
+    and `ids` are (T, k).
+    """
+    gate_up, down, gate_up_bias, down_bias, kind = experts
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in range(len(down)):
         tokens, places = torch.where(ids == expert)
@@ -123,38 +107,14 @@ def _mlp_reference(
     return total.to(x.dtype)
 
 
+@op("grouped_experts:grouped_experts_mlp")
 def grouped_experts_mlp(
-    x: Tensor,
-    shares: Tensor,
-    ids: Tensor,
-    gate_up: GroupedWeight,
-    down: GroupedWeight,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    kind: str,
-    count: int,
+    x: Tensor, shares: Tensor, ids: Tensor, experts: ExpertMatrices[GroupedWeight], count: int
 ) -> Tensor:
-    """As `experts_mlp`, with quantized matrices. The rows of all `count` experts form one matrix:
-    `gate_up` is (E * 2 X, D) and `down` is (E * D, X).
-    """
-    return _GROUPED_MLP(x, shares, ids, gate_up, down, gate_up_bias, down_bias, kind, count)
-
-
-def _grouped_reference(
-    x: Tensor,
-    shares: Tensor,
-    ids: Tensor,
-    gate_up: GroupedWeight,
-    down: GroupedWeight,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    kind: str,
-    count: int,
-) -> Tensor:
-    first, second = (
-        dequantize(each, x.dtype).unflatten(0, (count, -1)) for each in (gate_up, down)
-    )
-    return _mlp_reference(x, shares, ids, first, second, gate_up_bias, down_bias, kind)
+    """As `experts_mlp`, with the quantized matrices of `count` experts."""
+    gate_up, down = (dequantize(each, x.dtype).unflatten(0, (count, -1)) for each in experts[:2])
+    dense = ExpertMatrices(gate_up, down, *experts[2:])
+    return experts_mlp.reference(x, shares, ids, dense)
 
 
 def _settings(shape: Shape) -> ExpertsConfig:
@@ -186,12 +146,13 @@ def _mlp_examples(shape: Shape, device: torch.device, dtype: torch.dtype) -> Ite
     biases = inputs.normal(count, 2 * inner), inputs.normal(count, size)
     for rows in shape.rows:
         x, logits = inputs.normal(rows, size), inputs.normal(rows, count)
-        routed = _route_reference(logits, None, _settings(shape))
+        routed = _route.reference(logits, None, _settings(shape))
         label = f"{rows}x{size}x{inner}, {shape.experts_per_token} of {count}"
-        yield Example(label, (x, *routed, gate_up, down, None, None, "silu"))
+        plain = ExpertMatrices(gate_up, down, None, None, "silu")
+        yield Example(label, (x, *routed, plain))
         if rows <= 16:
-            args = (x, *routed, gate_up, down, *biases, "swiglu_oai")
-            yield Example(f"{label}, biases", args)
+            biased = ExpertMatrices(gate_up, down, *biases, "swiglu_oai")
+            yield Example(f"{label}, biases", (x, *routed, biased))
 
 
 def _grouped_examples(shape: Shape, device: torch.device, dtype: torch.dtype) -> Iterator[Example]:
@@ -203,13 +164,14 @@ def _grouped_examples(shape: Shape, device: torch.device, dtype: torch.dtype) ->
         gate_up = random_weight(inputs, count * 2 * inner, size, *LAYOUTS[name])
         down = random_weight(inputs, count * size, inner, *LAYOUTS[name])
         x, logits = inputs.normal(rows, size), inputs.normal(rows, count)
-        routed = _route_reference(logits, None, _settings(shape))
+        routed = _route.reference(logits, None, _settings(shape))
         label = f"{name} {rows}x{size}x{inner}, {shape.experts_per_token} of {count}"
         if name == "int8":
-            args = (x, *routed, gate_up, down, *biases, "swiglu_oai", count)
-            yield Example(f"{label}, biases", args)
+            biased = ExpertMatrices(gate_up, down, *biases, "swiglu_oai")
+            yield Example(f"{label}, biases", (x, *routed, biased, count))
         else:
-            yield Example(label, (x, *routed, gate_up, down, None, None, "silu", count))
+            plain = ExpertMatrices(gate_up, down, None, None, "silu")
+            yield Example(label, (x, *routed, plain, count))
 
 
 def _many(shape: Shape) -> Iterator[tuple[str, int]]:
@@ -217,58 +179,35 @@ def _many(shape: Shape) -> Iterator[tuple[str, int]]:
 
 
 def _grouped_bytes(
-    x: Tensor, shares: Tensor, ids: Tensor, gate_up: GroupedWeight, down: GroupedWeight, *rest: Any
+    x: Tensor, shares: Tensor, ids: Tensor, experts: ExpertMatrices[GroupedWeight], count: int
 ) -> int:
     used = len(torch.unique(ids))
-    return size_of(x, x) + (gate_up.nbytes + down.nbytes) * used // int(rest[-1])
+    return size_of(x, x) + (experts.gate_up.nbytes + experts.down.nbytes) * used // count
 
 
-def _mlp_bytes(x: Tensor, shares: Tensor, ids: Tensor, gate_up: Tensor, *rest: Any) -> int:
+def _mlp_bytes(x: Tensor, shares: Tensor, ids: Tensor, experts: ExpertMatrices[Tensor]) -> int:
     """Each expert that a token has chosen is read once."""
-    weights = size_of(gate_up, *(each for each in rest if isinstance(each, Tensor)))
     used = len(torch.unique(ids))
-    return size_of(x, x) + weights * used // len(gate_up)
+    return size_of(x, x) + size_of(*experts[:4]) * used // len(experts.gate_up)
 
 
-_TOLERANCE = {
-    torch.float32: Tolerance(1e-4, 1e-4),
-    torch.float16: Tolerance(1e-2, 1e-2),
-    torch.bfloat16: Tolerance(4e-2, 4e-2),
-}
-_ROUTE = register(
-    KernelSpec(
-        name="route",
-        reference=_route_reference,
-        triton=compiled("experts:route"),
-        examples=_route_examples,
-        bytes_of=lambda logits, correction, experts: (
-            size_of(logits) + 8 * len(logits) * experts.per_token
-        ),
-    )
+_route.specify(
+    _route_examples,
+    lambda logits, correction, experts: size_of(logits) + 8 * len(logits) * experts.per_token,
 )
-_EXPERTS_MLP = register(
-    KernelSpec(
-        name="experts_mlp",
-        reference=_mlp_reference,
-        triton=compiled("experts:experts_mlp"),
-        examples=_mlp_examples,
-        bytes_of=_mlp_bytes,
-        flops_of=lambda x, shares, ids, gate_up, down, *_: (
-            2 * ids.numel() * (gate_up[0].numel() + down[0].numel())
-        ),
-        tolerance=_TOLERANCE,
-    )
+experts_mlp.specify(
+    _mlp_examples,
+    _mlp_bytes,
+    flops_of=lambda x, shares, ids, experts: (
+        2 * ids.numel() * (experts.gate_up[0].numel() + experts.down[0].numel())
+    ),
+    tolerance=SUMMED,
 )
-_GROUPED_MLP = register(
-    KernelSpec(
-        name="grouped_experts_mlp",
-        reference=_grouped_reference,
-        triton=compiled("grouped_experts:grouped_experts_mlp"),
-        examples=_grouped_examples,
-        bytes_of=_grouped_bytes,
-        flops_of=lambda x, shares, ids, gate_up, down, *rest: (
-            2 * ids.numel() * (prod(gate_up.shape) + prod(down.shape)) // rest[-1]
-        ),
-        tolerance=_TOLERANCE,
-    )
+grouped_experts_mlp.specify(
+    _grouped_examples,
+    _grouped_bytes,
+    flops_of=lambda x, shares, ids, experts, count: (
+        2 * ids.numel() * sum(prod(each.shape) for each in experts[:2]) // count
+    ),
+    tolerance=SUMMED,
 )

@@ -18,19 +18,19 @@ from torch import Tensor
 
 from engine.runtime.model_runner import I32, BatchInputs
 from engine.torch import device as gpu
-from engine.torch.kernels.activation import GATES, gated, gated_halves
+from engine.torch.kernels.activation import GATES, gated_halves
 from engine.torch.kernels.base import (
+    SUMMED,
     Example,
     Inputs,
-    KernelSpec,
     Shape,
     Tolerance,
-    compiled,
     interpreting,
-    register,
+    op,
     size_of,
+    use_triton,
 )
-from engine.torch.kernels.skinny import skinny_linear
+from engine.torch.kernels.skinny import PLAIN, Fusion, skinny_linear
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
@@ -49,26 +49,40 @@ class QuantizedRows(NamedTuple):
     scales: Tensor  # float32 (T, 1)
 
 
+def has_fp8(device: torch.device) -> bool:
+    """Whether Triton has float8 on the device."""
+    return gpu.has_fp8(device) if device.type == "cuda" else interpreting()
+
+
+def _has_kernels(x: Tensor) -> bool:
+    return has_fp8(x.device) and use_triton(x)
+
+
+@op("fp8:quantize_rows", suits=_has_kernels)
 def quantize_rows(x: Tensor) -> QuantizedRows:
     """Quantizes x (T, D). The largest absolute value of a row becomes 448."""
-    return _run(_QUANTIZE_ROWS, x)
+    return _quantized(x)
 
 
+@op("fp8:rms_norm_rows", suits=_has_kernels)
 def rms_norm_rows(x: Tensor, weight: Tensor, eps: float) -> QuantizedRows:
     """Quantizes rms_norm(x)."""
-    return _run(_RMS_NORM_ROWS, x, weight, eps)
+    return _quantized(F.rms_norm(x.float(), weight.shape, weight.float(), eps))
 
 
+@op("fp8:add_rms_norm_rows", suits=_has_kernels)
 def add_rms_norm_rows(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[QuantizedRows, Tensor]:
     """Quantizes rms_norm(x + residual). Also returns the sum, which is the new residual stream."""
-    return _run(_ADD_RMS_NORM_ROWS, x, residual, weight, eps)
+    total = x + residual
+    return rms_norm_rows.reference(total, weight, eps), total
 
 
+@op("fp8:gated_rows", suits=_has_kernels)
 def gated_rows(gate_up: Tensor, kind: str) -> QuantizedRows:
     """Quantizes activation(gate) * up, for gate and up side by side: (T, 2 I) -> (T, I)"""
-    return _run(_GATED_ROWS, gate_up, kind)
+    return _quantized(gated_halves(gate_up.float(), kind))
 
 
 def scaled_linear(
@@ -89,7 +103,21 @@ def scaled_linear(
             values, weight.t(), scales, scale[None], out_dtype=dtype, use_fast_accum=True
         )
         return y if bias is None else y + bias
-    return _run(_SCALED_LINEAR, values, scales, weight, scale, bias, dtype)
+    return _scaled_linear(values, scales, weight, scale, bias, dtype)
+
+
+@op("fp8:scaled_linear", suits=_has_kernels)
+def _scaled_linear(
+    values: Tensor,
+    scales: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    # Float8 numbers are exact in all wider types, and so are their products in float32.
+    y = F.linear(values.to(dtype), weight.to(dtype)).float() * scales * scale
+    return (y if bias is None else y + bias.float()).to(dtype)
 
 
 def fp8_linear(
@@ -98,25 +126,18 @@ def fp8_linear(
     scale: Tensor,
     bias: Tensor | None,
     dtype: torch.dtype,
-    *,
-    norm: Tensor | None = None,
-    eps: float = 0.0,
-    gate: str | None = None,
-    residual: Tensor | None = None,
+    fusion: Fusion = PLAIN,
     invariant: bool = False,
 ) -> Tensor:
     """residual + act(rms_norm(x) W^T + bias), as `fused_linear`, with float8 W. x is quantized if
     it is not yet, and if it has several rows. With `invariant`, a single row is quantized too.
     """
     if isinstance(x, Tensor) and len(x) == 1 and has_fp8(x.device) and not invariant:
-        parts: dict[str, Any] = {"norm": norm, "eps": eps, "gate": gate, "residual": residual}
-        return skinny_linear(x, weight, bias, scale=scale, **parts)
+        return skinny_linear(x, weight, bias, fusion, scale)
     if isinstance(x, Tensor):
-        x = quantize_rows(x) if norm is None else rms_norm_rows(x, norm, eps)
-    y = scaled_linear(x, weight, scale, bias, dtype, invariant)
-    if gate is not None:
-        y = gated(y, gate)
-    return y if residual is None else residual + y
+        norm = fusion.norm
+        x = quantize_rows(x) if norm is None else rms_norm_rows(x, norm, fusion.eps)
+    return fusion.finished(scaled_linear(x, weight, scale, bias, dtype, invariant))
 
 
 def cache_slot_bytes(num_vectors: int, head_dim: int) -> int:
@@ -151,9 +172,10 @@ def write_cache(cache: Tensor, slots: Tensor, vectors: Tensor) -> None:
     cache_scales(cache[:, None])[slots, 0] = scales.view(vectors.shape[:-1])
 
 
+@op("fp8:dense_blocks", suits=_has_kernels)
 def dense_blocks(cache: Tensor, blocks: Tensor, dtype: torch.dtype) -> Tensor:
     """Dequantizes the blocks (M,) of a float8 cache: (M, block size, 2, K, H)"""
-    return _run(_DENSE_BLOCKS, cache, blocks, dtype)
+    return read_cache(cache, dtype, blocks.long())
 
 
 def dense_tables(inputs: BatchInputs, block_size: int) -> dict[str, I32]:
@@ -171,15 +193,6 @@ def dense_tables(inputs: BatchInputs, block_size: int) -> dict[str, I32]:
     numbered[filled] = np.arange(widths.sum())
     tables[chunks] = numbered
     return {"dense_blocks": inputs.block_tables[chunks][filled], "dense_tables": tables}
-
-
-def _run(spec: KernelSpec, first: Tensor, *args: Any) -> Any:
-    return (spec if has_fp8(first.device) else spec.reference)(first, *args)
-
-
-def has_fp8(device: torch.device) -> bool:
-    """Whether Triton has float8 on the device."""
-    return gpu.has_fp8(device) if device.type == "cuda" else interpreting()
 
 
 def _suits_library(values: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
@@ -200,34 +213,6 @@ def _quantized(x: Tensor) -> QuantizedRows:
     x = x.float()
     scales = x.abs().amax(dim=1, keepdim=True).clamp(min=SMALLEST_SCALE * LARGEST) / LARGEST
     return QuantizedRows((x / scales).to(FP8), scales)
-
-
-def _rms_norm_rows_reference(x: Tensor, weight: Tensor, eps: float) -> QuantizedRows:
-    return _quantized(F.rms_norm(x.float(), weight.shape, weight.float(), eps))
-
-
-def _add_rms_norm_rows_reference(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float
-) -> tuple[QuantizedRows, Tensor]:
-    total = x + residual
-    return _rms_norm_rows_reference(total, weight, eps), total
-
-
-def _gated_rows_reference(gate_up: Tensor, kind: str) -> QuantizedRows:
-    return _quantized(gated_halves(gate_up.float(), kind))
-
-
-def _scaled_linear_reference(
-    values: Tensor,
-    scales: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    # Float8 numbers are exact in all wider types, and so are their products in float32.
-    y = F.linear(values.to(dtype), weight.to(dtype)).float() * scales * scale
-    return (y if bias is None else y + bias.float()).to(dtype)
 
 
 def _row_examples(shape: Shape, device: torch.device, dtype: torch.dtype) -> Iterator[Example]:
@@ -303,73 +288,28 @@ def _rows_bytes(x: Tensor, *rest: Any) -> int:
 _ROUNDED = {
     dtype: Tolerance(0.13, 0.02) for dtype in (torch.float32, torch.float16, torch.bfloat16)
 }
-_QUANTIZE_ROWS = register(
-    KernelSpec(
-        name="quantize_rows",
-        reference=_quantized,
-        triton=compiled("fp8:quantize_rows"),
-        examples=_row_examples,
-        bytes_of=_rows_bytes,
-        tolerance=_ROUNDED,
-    )
+quantize_rows.specify(_row_examples, _rows_bytes, tolerance=_ROUNDED)
+rms_norm_rows.specify(_norm_examples, _rows_bytes, tolerance=_ROUNDED)
+add_rms_norm_rows.specify(
+    _add_examples, lambda x, *rest: _rows_bytes(x, *rest) + size_of(x), tolerance=_ROUNDED
 )
-_RMS_NORM_ROWS = register(
-    KernelSpec(
-        name="rms_norm_rows",
-        reference=_rms_norm_rows_reference,
-        triton=compiled("fp8:rms_norm_rows"),
-        examples=_norm_examples,
-        bytes_of=_rows_bytes,
-        tolerance=_ROUNDED,
-    )
+gated_rows.specify(
+    _gated_examples,
+    lambda gate_up, kind: size_of(gate_up) + gate_up.numel() // 2,
+    tolerance=_ROUNDED,
 )
-_ADD_RMS_NORM_ROWS = register(
-    KernelSpec(
-        name="add_rms_norm_rows",
-        reference=_add_rms_norm_rows_reference,
-        triton=compiled("fp8:add_rms_norm_rows"),
-        examples=_add_examples,
-        bytes_of=lambda x, *rest: _rows_bytes(x, *rest) + size_of(x),
-        tolerance=_ROUNDED,
-    )
+_scaled_linear.specify(
+    _linear_examples,
+    lambda values, scales, weight, scale, bias, dtype: (
+        size_of(values, scales, weight, scale, bias) + len(values) * len(weight) * dtype.itemsize
+    ),
+    # Tensor cores compute twice as many float8 FLOPs per second as the bfloat16 FLOPs of the
+    # roofline.
+    flops_of=lambda values, scales, weight, *_: len(values) * weight.numel(),
+    # Hopper's tensor cores keep 14 bits of the sums of float8 products.
+    tolerance={**SUMMED, torch.float32: Tolerance(1e-2, 1e-2)},
 )
-_GATED_ROWS = register(
-    KernelSpec(
-        name="gated_rows",
-        reference=_gated_rows_reference,
-        triton=compiled("fp8:gated_rows"),
-        examples=_gated_examples,
-        bytes_of=lambda gate_up, kind: size_of(gate_up) + gate_up.numel() // 2,
-        tolerance=_ROUNDED,
-    )
-)
-_SCALED_LINEAR = register(
-    KernelSpec(
-        name="scaled_linear",
-        reference=_scaled_linear_reference,
-        triton=compiled("fp8:scaled_linear"),
-        examples=_linear_examples,
-        bytes_of=lambda values, scales, weight, scale, bias, dtype: (
-            size_of(values, scales, weight, scale, bias)
-            + len(values) * len(weight) * dtype.itemsize
-        ),
-        # Tensor cores compute twice as many float8 FLOPs per second as the bfloat16 FLOPs of the
-        # roofline.
-        flops_of=lambda values, scales, weight, *_: len(values) * weight.numel(),
-        # Hopper's tensor cores keep 14 bits of the sums of float8 products.
-        tolerance={
-            torch.float32: Tolerance(1e-2, 1e-2),
-            torch.float16: Tolerance(1e-2, 1e-2),
-            torch.bfloat16: Tolerance(4e-2, 4e-2),
-        },
-    )
-)
-_DENSE_BLOCKS = register(
-    KernelSpec(
-        name="dense_blocks",
-        reference=lambda cache, blocks, dtype: read_cache(cache, dtype, blocks.long()),
-        triton=compiled("fp8:dense_blocks"),
-        examples=_dense_examples,
-        bytes_of=lambda cache, blocks, dtype: len(blocks) * cache[0].numel() * (1 + dtype.itemsize),
-    )
+dense_blocks.specify(
+    _dense_examples,
+    lambda cache, blocks, dtype: len(blocks) * cache[0].numel() * (1 + dtype.itemsize),
 )

@@ -13,15 +13,7 @@ from torch import Tensor
 
 from engine.torch.device import is_hopper
 from engine.torch.kernels.activation import gated, gated_halves
-from engine.torch.kernels.base import (
-    Example,
-    Inputs,
-    KernelSpec,
-    Shape,
-    Tolerance,
-    register,
-    size_of,
-)
+from engine.torch.kernels.base import SUMMED, Example, Inputs, Op, Shape, size_of
 
 # Min rows for the fused kernel. With fewer rows, at least half of a tile is empty, and cuBLAS is as
 # fast.
@@ -91,21 +83,11 @@ def _examples(shape: Shape, device: torch.device, dtype: torch.dtype) -> Iterato
         yield Example(f"{rows}x{hidden}x{inner}", (x, weight, None, "silu"))
 
 
-_GATED_LINEAR = register(
-    KernelSpec(
-        name="gated_linear",
-        reference=_reference,
-        triton=_fastest,
-        examples=_examples,
-        bytes_of=lambda x, weight, bias, gate: (
-            size_of(x, weight) + len(x) * len(weight) // 2 * x.element_size()
-        ),
-        flops_of=lambda x, weight, bias, gate: 2 * len(x) * weight.numel(),
-        # The reference rounds the matmul's result before the activation, which the kernel does not.
-        tolerance={
-            torch.float32: Tolerance(1e-4, 1e-4),
-            torch.float16: Tolerance(1e-2, 1e-2),
-            torch.bfloat16: Tolerance(4e-2, 4e-2),
-        },
-    )
+_GATED_LINEAR = Op("gated_linear", _reference, _fastest)
+_GATED_LINEAR.specify(
+    _examples,
+    lambda x, weight, bias, gate: size_of(x, weight) + len(x) * len(weight) // 2 * x.element_size(),
+    flops_of=lambda x, weight, bias, gate: 2 * len(x) * weight.numel(),
+    # The reference rounds the matmul's result before the activation, which the kernel does not.
+    tolerance=SUMMED,
 )

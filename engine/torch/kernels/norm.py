@@ -6,34 +6,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.torch.kernels.base import (
-    Example,
-    Inputs,
-    KernelSpec,
-    Shape,
-    compiled,
-    register,
-    size_of,
-)
+from engine.torch.kernels.base import Example, Inputs, Shape, op, size_of
 
 
+@op("norm:rms_norm")
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm: x (T, D) -> (T, D). The mean of squares is computed in float32."""
-    return _RMS_NORM(x, weight, eps)
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Returns rms_norm(x + residual), and the sum itself, which is the new residual stream."""
-    return _ADD_RMS_NORM(x, residual, weight, eps)
-
-
-def _rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
-def _add_rms_norm_reference(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
+@op("norm:add_rms_norm")
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Returns rms_norm(x + residual), and the sum itself, which is the new residual stream."""
     total = x + residual
     return F.rms_norm(total, weight.shape, weight, eps), total
 
@@ -53,21 +37,5 @@ def _add_examples(shape: Shape, device: torch.device, dtype: torch.dtype) -> Ite
         yield Example(example.label, (x, inputs.normal(*x.shape), weight, eps))
 
 
-_RMS_NORM = register(
-    KernelSpec(
-        name="rms_norm",
-        reference=_rms_norm_reference,
-        triton=compiled("norm:rms_norm"),
-        examples=_examples,
-        bytes_of=lambda x, weight, eps: size_of(x, x, weight),
-    )
-)
-_ADD_RMS_NORM = register(
-    KernelSpec(
-        name="add_rms_norm",
-        reference=_add_rms_norm_reference,
-        triton=compiled("norm:add_rms_norm"),
-        examples=_add_examples,
-        bytes_of=lambda x, residual, weight, eps: size_of(x, x, x, x, weight),
-    )
-)
+rms_norm.specify(_examples, lambda x, weight, eps: size_of(x, x, weight))
+add_rms_norm.specify(_add_examples, lambda x, residual, weight, eps: size_of(x, x, x, x, weight))

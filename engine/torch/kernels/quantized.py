@@ -7,25 +7,15 @@ is dequantized to memory, multiplied and freed again.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.torch.kernels.activation import gated, gated_halves
-from engine.torch.kernels.base import (
-    Example,
-    Inputs,
-    KernelSpec,
-    Shape,
-    Tolerance,
-    compiled,
-    register,
-    size_of,
-    use_triton,
-)
+from engine.torch.kernels.activation import gated_halves
+from engine.torch.kernels.base import SUMMED, Example, Inputs, Shape, op, size_of, use_triton
 from engine.torch.kernels.norm import rms_norm
+from engine.torch.kernels.skinny import PLAIN, Fusion
 
 # Max input rows for these kernels. With more rows, cuBLAS with dequantized weights is faster. A
 # matrix with at most NARROW rows keeps too few programs busy, so that its limit is lower.
@@ -64,40 +54,31 @@ class GroupedWeight:
 
 
 def grouped_linear(
-    x: Tensor,
-    weight: GroupedWeight,
-    bias: Tensor | None = None,
-    *,
-    norm: Tensor | None = None,
-    eps: float = 0.0,
-    gate: str | None = None,
-    residual: Tensor | None = None,
+    x: Tensor, weight: GroupedWeight, bias: Tensor | None = None, fusion: Fusion = PLAIN
 ) -> Tensor:
-    """residual + act(rms_norm(x) W^T + bias), as `fused_linear`, but with quantized W. `gate` names
-    act, a gated activation. A part whose argument is None is skipped.
-    """
-    parts: dict[str, Any] = {"norm": norm, "eps": eps, "gate": gate, "residual": residual}
+    """residual + act(rms_norm(x) W^T + bias), as `fused_linear`, but with quantized W."""
     if len(x) <= (MAX_NARROW_ROWS if weight.shape[0] <= NARROW else MAX_ROWS):
-        return _GROUPED_LINEAR(x, weight, bias, **parts)
-    if norm is not None:
-        x = rms_norm(x, norm, eps)
-    y = F.linear(x, dequantize(weight, x.dtype), bias)
-    if gate is not None:
-        y = gated(y, gate)
-    return y if residual is None else residual + y
+        return _grouped_linear(x, weight, bias, fusion)
+    if fusion.norm is not None:
+        x = rms_norm(x, fusion.norm, fusion.eps)
+    return fusion.finished(F.linear(x, dequantize(weight, x.dtype), bias))
 
 
+@op("grouped:grouped_linear")
+def _grouped_linear(
+    x: Tensor, weight: GroupedWeight, bias: Tensor | None, fusion: Fusion
+) -> Tensor:
+    if fusion.norm is not None:
+        x = F.rms_norm(x, fusion.norm.shape, fusion.norm, fusion.eps)
+    y = F.linear(x, dequantize.reference(weight, x.dtype), bias)
+    return fusion.finished(y, gated_halves)
+
+
+@op("grouped:dequantize", suits=lambda weight: use_triton(weight.values))
 def dequantize(weight: GroupedWeight, dtype: torch.dtype, rows: Tensor | None = None) -> Tensor:
     """Dequantizes the whole matrix, or only the matrix rows with the indices `rows` (R,). An
     embedding lookup uses the latter.
     """
-    run = _DEQUANTIZE.triton if use_triton(weight.values) else _DEQUANTIZE.reference
-    return run(weight, dtype, rows)
-
-
-def _dequantize_reference(
-    weight: GroupedWeight, dtype: torch.dtype, rows: Tensor | None = None
-) -> Tensor:
     values, scales, minima = (
         each if each is None or rows is None else each[rows]
         for each in (weight.values, weight.scales, weight.minima)
@@ -111,24 +92,6 @@ def _dequantize_reference(
     else:
         dense = groups.float() * scales.float()[..., None] + minima.float()[..., None]
     return dense.flatten(1).to(dtype)
-
-
-def _linear_reference(
-    x: Tensor,
-    weight: GroupedWeight,
-    bias: Tensor | None = None,
-    *,
-    norm: Tensor | None = None,
-    eps: float = 0.0,
-    gate: str | None = None,
-    residual: Tensor | None = None,
-) -> Tensor:
-    if norm is not None:
-        x = F.rms_norm(x, norm.shape, norm, eps)
-    y = F.linear(x, _dequantize_reference(weight, x.dtype), bias)
-    if gate is not None:
-        y = gated_halves(y, gate)
-    return y if residual is None else residual + y
 
 
 # The layouts that GGUF types are repacked to: bits per value, group size, and whether there are
@@ -163,15 +126,16 @@ def _linear_examples(shape: Shape, device: torch.device, dtype: torch.dtype) -> 
     inputs = Inputs(device, dtype)
     hidden, inner = shape.hidden_size, shape.inner_size
     norm, bias = inputs.normal(hidden), inputs.normal(2 * inner)
-    gated_and_normed = {"norm": norm, "eps": 1e-5, "gate": "silu"}
+    gated_and_normed = Fusion(norm, 1e-5, "silu")
     for name, layout in LAYOUTS.items():
         down = random_weight(inputs, hidden, inner, *layout)
         for rows in (each for each in shape.rows if each <= MAX_ROWS):
             stream, inside = inputs.normal(rows, hidden), inputs.normal(rows, inner)
-            yield Example(f"{name} down {rows}", (inside, down), {"residual": stream})
+            added = Fusion(residual=stream)
+            yield Example(f"{name} down {rows}", (inside, down, None, added))
             if name == "int4 minima":
                 up = random_weight(inputs, 2 * inner, hidden, *layout)
-                yield Example(f"{name} gate_up {rows}", (stream, up, bias), gated_and_normed)
+                yield Example(f"{name} gate_up {rows}", (stream, up, bias, gated_and_normed))
 
 
 def _dequantize_examples(
@@ -184,7 +148,7 @@ def _dequantize_examples(
         yield Example(f"{name} 5 rows", (weight, dtype, inputs.integers(shape.inner_size, 5)))
 
 
-def _linear_bytes(x: Tensor, weight: GroupedWeight, bias: Tensor | None = None, **_: Any) -> int:
+def _linear_bytes(x: Tensor, weight: GroupedWeight, bias: Tensor | None, fusion: Fusion) -> int:
     return size_of(x, bias) + weight.nbytes + len(x) * weight.shape[0] * x.element_size()
 
 
@@ -194,29 +158,10 @@ def _dequantize_bytes(weight: GroupedWeight, dtype: torch.dtype, rows: Tensor | 
     return count * weight.nbytes // outputs + count * size * dtype.itemsize
 
 
-_TOLERANCE = {
-    torch.float32: Tolerance(1e-4, 1e-4),
-    torch.float16: Tolerance(1e-2, 1e-2),
-    torch.bfloat16: Tolerance(4e-2, 4e-2),
-}
-_GROUPED_LINEAR = register(
-    KernelSpec(
-        name="grouped_linear",
-        reference=_linear_reference,
-        triton=compiled("grouped:grouped_linear"),
-        examples=_linear_examples,
-        bytes_of=_linear_bytes,
-        flops_of=lambda x, weight, *_, **__: 2 * x.numel() * weight.shape[0],
-        tolerance=_TOLERANCE,
-    )
+_grouped_linear.specify(
+    _linear_examples,
+    _linear_bytes,
+    flops_of=lambda x, weight, *_: 2 * x.numel() * weight.shape[0],
+    tolerance=SUMMED,
 )
-_DEQUANTIZE = register(
-    KernelSpec(
-        name="dequantize",
-        reference=_dequantize_reference,
-        triton=compiled("grouped:dequantize"),
-        examples=_dequantize_examples,
-        bytes_of=_dequantize_bytes,
-        tolerance=_TOLERANCE,
-    )
-)
+dequantize.specify(_dequantize_examples, _dequantize_bytes, tolerance=SUMMED)

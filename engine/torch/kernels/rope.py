@@ -6,18 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.torch.kernels.base import (
-    Example,
-    Inputs,
-    KernelSpec,
-    Shape,
-    compiled,
-    register,
-    size_of,
-)
+from engine.torch.kernels.base import Example, Inputs, Shape, op, size_of
 from engine.torch.kernels.fp8 import FP8, write_cache
 
 
+@op("rope:rope_write")
 def rope_write(
     qkv: Tensor,
     positions: Tensor,
@@ -39,34 +32,6 @@ def rope_write(
     (num_blocks, block_size, 2, K, H) with stride 1 in the last dimension. `q_norm` and `k_norm` are
     the weights (H,) of RMS norms that apply to each head before the rotation.
     """
-    return _ROPE_WRITE(
-        qkv,
-        positions,
-        cos_sin_table,
-        write_slots,
-        cache_layer,
-        heads,
-        kv_heads,
-        head_dim,
-        q_norm,
-        k_norm,
-        eps,
-    )
-
-
-def _reference(
-    qkv: Tensor,
-    positions: Tensor,
-    cos_sin_table: Tensor,
-    write_slots: Tensor,
-    cache_layer: Tensor,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-) -> Tensor:
     parts = qkv.unflatten(-1, (heads + 2 * kv_heads, head_dim)).float()
     q, k, v = parts.split((heads, kv_heads, kv_heads), dim=1)
     if q_norm is not None and k_norm is not None:
@@ -119,12 +84,7 @@ def _examples(shape: Shape, device: torch.device, dtype: torch.dtype) -> Iterato
             yield Example(label, args)
 
 
-_ROPE_WRITE = register(
-    KernelSpec(
-        name="rope_write",
-        reference=_reference,
-        triton=compiled("rope:rope_write"),
-        examples=_examples,
-        bytes_of=lambda qkv, positions, table, *_: size_of(qkv, qkv) + 4 * len(qkv) * len(table[0]),
-    )
+rope_write.specify(
+    _examples,
+    lambda qkv, positions, table, *_: size_of(qkv, qkv) + 4 * len(qkv) * len(table[0]),
 )

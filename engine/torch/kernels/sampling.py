@@ -7,82 +7,104 @@ requests.
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from engine.runtime.samplers.host_sampler import MASK_31, MIX_1, MIX_2, row_keys, token_words
-from engine.torch.kernels.base import (
-    Example,
-    Inputs,
-    KernelSpec,
-    Shape,
-    Tolerance,
-    compiled,
-    register,
-    size_of,
-)
+from engine.torch.kernels.base import Example, Inputs, Shape, Tolerance, op, size_of
 
 MINUS_INFINITY = float("-inf")
 _LOGITS = {torch.float32: Tolerance(1e-6, 1e-6)}
+_PENALIZED = {torch.float32: Tolerance(1e-5, 1e-5)}
 _MAX_ROWS = 256
 
 
+class RowSettings(NamedTuple):
+    """How each row is sampled: values of (R,), and the rows' `row_keys` (R, 2)."""
+
+    temperature: Tensor
+    top_k: Tensor  # int32
+    top_p: Tensor
+    min_p: Tensor
+    keys: Tensor
+
+
+class Penalties(NamedTuple):
+    """The penalties of each row, (R,), and the tokens to which they apply. The tokens of row r are
+    the first `lengths[r]` tokens of history[slots[r]] (int64). The first `num_prompt[r]` of these
+    tokens are the prompt.
+    """
+
+    history: Tensor
+    slots: Tensor
+    lengths: Tensor
+    num_prompt: Tensor
+    repetition: Tensor
+    presence: Tensor
+    frequency: Tensor
+
+
+@op("sampling:greedy")
 def greedy(logits: Tensor, mask: Tensor | None = None) -> Tensor:
     """The token with the largest logit of each row: (R, V) float32 -> (R,) int64. If several tokens
     have the largest logit, the lowest token id wins.
 
     `mask` is int32 (R, ceil(V / 32)) with one bit per token. Tokens whose bit is 0 are not allowed.
     """
-    return _GREEDY(logits, mask)
+    return _allowed(logits, mask).argmax(dim=-1)
 
 
+@op("sampling:random_sample")
 def random_sample(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    keys: Tensor,
-    words: Tensor,
-    mask: Tensor | None = None,
+    logits: Tensor, settings: RowSettings, words: Tensor, mask: Tensor | None
 ) -> Tensor:
     """Samples one token per row, (R,) int64. A row with temperature 0 gets its most likely token.
 
-    Settings have one value per row, (R,); `top_k` is int32. `keys` (R, 2) are the rows' `row_keys`.
     `words` (V,) are the vocabulary's `token_words`. Keys and words determine the random noise.
     """
-    return _RANDOM_SAMPLE(logits, temperature, top_k, top_p, min_p, keys, words, mask)
+    temperature, top_k, top_p, min_p, keys = settings
+    logits = _allowed(logits, mask)
+    hot, size = temperature > 0, logits.shape[1]
+    scaled = logits / torch.where(hot, temperature, 1.0)[:, None]
+    kept = torch.where((top_k > 0) & (top_k < size), top_k, size).long()[:, None]
+    floor = scaled.sort(dim=-1, descending=True).values.gather(1, kept - 1)
+    scaled = scaled.masked_fill(scaled < floor, MINUS_INFINITY)
+    probs = scaled.softmax(dim=-1)
+    least = probs.amax(dim=-1, keepdim=True) * min_p[:, None]
+    nucleus = torch.maximum(least, nucleus_floor(probs, top_p))
+    least = torch.where((top_p < 1)[:, None], nucleus, least)
+    scaled = scaled.masked_fill(probs < least, MINUS_INFINITY)
+    sampled = (scaled + gumbel(keys, words)).argmax(dim=-1)
+    return torch.where(hot, sampled, logits.argmax(dim=-1))
 
 
-def penalize(
-    logits: Tensor,
-    history: Tensor,
-    slots: Tensor,
-    lengths: Tensor,
-    num_prompt: Tensor,
-    repetition: Tensor,
-    presence: Tensor,
-    frequency: Tensor,
-    counts: Tensor,
-) -> Tensor:
-    """Returns a copy of the logits with each row's penalties applied.
-
-    The tokens of row r are the first `lengths[r]` tokens of history[slots[r]] (int64). The first
-    `num_prompt[r]` of these tokens are the prompt. `counts` (R, V) int32 is scratch memory. It must
-    be all zeros, and it is all zeros again afterwards.
+@op("penalties:penalize")
+def penalize(logits: Tensor, penalties: Penalties, counts: Tensor) -> Tensor:
+    """Returns a copy of the logits with each row's penalties applied. `counts` (R, V) int32 is
+    scratch memory. It must be all zeros, and it is all zeros again afterwards.
     """
-    return _PENALIZE(
-        logits, history, slots, lengths, num_prompt, repetition, presence, frequency, counts
-    )
+    history, slots, lengths, num_prompt, repetition, presence, frequency = penalties
+    tokens = history[slots]  # (R, L)
+    columns = torch.arange(tokens.shape[1], device=tokens.device)
+    known = columns < lengths[:, None]
+    output = (known & (columns >= num_prompt[:, None])).float()
+    seen = torch.zeros_like(logits).scatter_add_(1, tokens, known.float()) > 0
+    times = torch.zeros_like(logits).scatter_add_(1, tokens, output)
+    factor = repetition[:, None]
+    values = torch.where(logits > 0, logits / factor, logits * factor)
+    values = values - frequency[:, None] * times - presence[:, None] * (times > 0)
+    return torch.where(seen, values, logits)
 
 
+@op("penalties:add_bias_")
 def add_bias_(logits: Tensor, rows: Tensor, ids: Tensor, values: Tensor) -> Tensor:
     """Adds values[i] to the logit of token ids[i] in row rows[i], in place, for each of the N
     biases. Padding biases have the value 0.
     """
-    return _ADD_BIAS(logits, rows, ids, values)
+    return logits.index_put_((rows, ids), values, accumulate=True)
 
 
 def gumbel(keys: Tensor, words: Tensor) -> Tensor:
@@ -129,62 +151,6 @@ def _allowed(logits: Tensor, mask: Tensor | None) -> Tensor:
     return logits.masked_fill(bits == 0, MINUS_INFINITY)
 
 
-def _greedy_reference(logits: Tensor, mask: Tensor | None) -> Tensor:
-    return _allowed(logits, mask).argmax(dim=-1)
-
-
-def _random_sample_reference(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    keys: Tensor,
-    words: Tensor,
-    mask: Tensor | None,
-) -> Tensor:
-    logits = _allowed(logits, mask)
-    hot, size = temperature > 0, logits.shape[1]
-    scaled = logits / torch.where(hot, temperature, 1.0)[:, None]
-    kept = torch.where((top_k > 0) & (top_k < size), top_k, size).long()[:, None]
-    floor = scaled.sort(dim=-1, descending=True).values.gather(1, kept - 1)
-    scaled = scaled.masked_fill(scaled < floor, MINUS_INFINITY)
-    probs = scaled.softmax(dim=-1)
-    least = probs.amax(dim=-1, keepdim=True) * min_p[:, None]
-    nucleus = torch.maximum(least, nucleus_floor(probs, top_p))
-    least = torch.where((top_p < 1)[:, None], nucleus, least)
-    scaled = scaled.masked_fill(probs < least, MINUS_INFINITY)
-    sampled = (scaled + gumbel(keys, words)).argmax(dim=-1)
-    return torch.where(hot, sampled, logits.argmax(dim=-1))
-
-
-def _penalize_reference(
-    logits: Tensor,
-    history: Tensor,
-    slots: Tensor,
-    lengths: Tensor,
-    num_prompt: Tensor,
-    repetition: Tensor,
-    presence: Tensor,
-    frequency: Tensor,
-    counts: Tensor,
-) -> Tensor:
-    tokens = history[slots]  # (R, L)
-    columns = torch.arange(tokens.shape[1], device=tokens.device)
-    known = columns < lengths[:, None]
-    output = (known & (columns >= num_prompt[:, None])).float()
-    seen = torch.zeros_like(logits).scatter_add_(1, tokens, known.float()) > 0
-    times = torch.zeros_like(logits).scatter_add_(1, tokens, output)
-    factor = repetition[:, None]
-    values = torch.where(logits > 0, logits / factor, logits * factor)
-    values = values - frequency[:, None] * times - presence[:, None] * (times > 0)
-    return torch.where(seen, values, logits)
-
-
-def _add_bias_reference(logits: Tensor, rows: Tensor, ids: Tensor, values: Tensor) -> Tensor:
-    return logits.index_put_((rows, ids), values, accumulate=True)
-
-
 def _rows(shape: Shape, device: torch.device) -> Iterator[tuple[int, Inputs, Tensor]]:
     inputs = Inputs(device, torch.float32)
     for rows in shape.rows:
@@ -219,15 +185,15 @@ def _random_sample_examples(
         temperature = 0.5 + inputs.uniform(rows)
         temperature[1::4] = 0
         for name, (top_k, top_p, min_p) in uses.items():
-            settings = (
+            settings = RowSettings(
                 temperature,
                 torch.full((rows,), top_k, dtype=torch.int32, device=device),
                 torch.full((rows,), top_p, device=device),
                 torch.full((rows,), min_p, device=device),
+                torch.from_numpy(keys).to(device),
             )
             mask = _mask(inputs, rows, shape.vocab_size) if name == "all" else None
-            args = (logits, *settings, torch.from_numpy(keys).to(device), words, mask)
-            yield Example(f"{rows} {name}", args)
+            yield Example(f"{rows} {name}", (logits, settings, words, mask))
 
 
 def _penalize_examples(shape: Shape, device: torch.device, _: torch.dtype) -> Iterator[Example]:
@@ -237,8 +203,7 @@ def _penalize_examples(shape: Shape, device: torch.device, _: torch.dtype) -> It
         frequency, presence = inputs.uniform(rows), inputs.uniform(rows)
         for setting, off in ((repetition, 1), (frequency, 0), (presence, 0)):
             setting[2::3] = off
-        args = (
-            logits,
+        penalties = Penalties(
             inputs.integers(shape.vocab_size // 8, rows + 2, shape.context + 1),
             inputs.permutation(rows + 2)[:rows],
             lengths,
@@ -246,9 +211,9 @@ def _penalize_examples(shape: Shape, device: torch.device, _: torch.dtype) -> It
             repetition,
             presence,
             frequency,
-            torch.zeros(logits.shape, dtype=torch.int32, device=device),
         )
-        yield Example(f"{rows}", args)
+        counts = torch.zeros(logits.shape, dtype=torch.int32, device=device)
+        yield Example(f"{rows}", (logits, penalties, counts))
 
 
 def _bias_examples(shape: Shape, device: torch.device, _: torch.dtype) -> Iterator[Example]:
@@ -259,43 +224,15 @@ def _bias_examples(shape: Shape, device: torch.device, _: torch.dtype) -> Iterat
         yield Example(f"{rows}, 40 values", (logits, *places, values))
 
 
-_GREEDY = register(
-    KernelSpec(
-        name="greedy",
-        reference=_greedy_reference,
-        triton=compiled("sampling:greedy"),
-        examples=_greedy_examples,
-        bytes_of=lambda logits, mask: size_of(logits, mask),
-        tolerance=_LOGITS,
-    )
+greedy.specify(_greedy_examples, size_of, tolerance=_LOGITS)
+random_sample.specify(
+    _random_sample_examples, lambda logits, *_: size_of(logits), tolerance=_LOGITS
 )
-_RANDOM_SAMPLE = register(
-    KernelSpec(
-        name="random_sample",
-        reference=_random_sample_reference,
-        triton=compiled("sampling:random_sample"),
-        examples=_random_sample_examples,
-        bytes_of=lambda logits, *_: size_of(logits),
-        tolerance=_LOGITS,
-    )
+penalize.specify(
+    _penalize_examples, lambda logits, *_: size_of(logits, logits, logits), tolerance=_PENALIZED
 )
-_PENALIZE = register(
-    KernelSpec(
-        name="penalize",
-        reference=_penalize_reference,
-        triton=compiled("penalties:penalize"),
-        examples=_penalize_examples,
-        bytes_of=lambda logits, *_: size_of(logits, logits, logits),
-        tolerance={torch.float32: Tolerance(1e-5, 1e-5)},
-    )
-)
-_ADD_BIAS = register(
-    KernelSpec(
-        name="add_bias_",
-        reference=_add_bias_reference,
-        triton=compiled("penalties:add_bias_"),
-        examples=_bias_examples,
-        bytes_of=lambda logits, rows, ids, values: size_of(rows, ids, values, values, values),
-        tolerance={torch.float32: Tolerance(1e-5, 1e-5)},
-    )
+add_bias_.specify(
+    _bias_examples,
+    lambda logits, rows, ids, values: size_of(rows, ids, values, values, values),
+    tolerance=_PENALIZED,
 )

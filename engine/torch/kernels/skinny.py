@@ -5,25 +5,15 @@ the same kernel. So a layer at batch 1 takes only a few kernel launches. With mo
 matmul, activation and addition are separate kernels. The matmul is then done by cuBLAS.
 """
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.torch.kernels.activation import gated_halves
-from engine.torch.kernels.base import (
-    Example,
-    Inputs,
-    KernelSpec,
-    Shape,
-    Tolerance,
-    compiled,
-    register,
-    size_of,
-    use_triton,
-)
+from engine.torch.kernels.activation import gated, gated_halves
+from engine.torch.kernels.base import SUMMED, Example, Inputs, Shape, op, size_of, use_triton
 from engine.torch.kernels.gated_linear import gated_linear
 from engine.torch.kernels.norm import rms_norm
 
@@ -42,70 +32,49 @@ def is_few(x: Tensor) -> bool:
     return use_triton(x) and (rows == 1 or (size >= _WIDE and rows in _FEW))
 
 
-def skinny_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, scale: Tensor, **parts: Any
-) -> Tensor:
-    """As `fused_linear`, for a single row and float8 weights. `scale` (F,) float32 has one scale
-    per output channel.
+class Fusion(NamedTuple):
+    """What a matmul's kernel computes besides: an RMS norm of the input before it, and a gated
+    activation and the addition of a residual after it. A part that is None is skipped.
     """
-    return _SKINNY_LINEAR(x, weight, bias, scale=scale, **parts)
+
+    norm: Tensor | None = None  # the weight of the norm
+    eps: float = 0.0
+    gate: str | None = None  # the activation; W has the rows of gate, followed by those of up
+    residual: Tensor | None = None
+
+    def finished(self, y: Tensor, gate: Callable[[Tensor, str], Tensor] = gated) -> Tensor:
+        """What follows after the matmul. `gate` computes the activation."""
+        if self.gate is not None:
+            y = gate(y, self.gate)
+        return y if self.residual is None else self.residual + y
+
+
+PLAIN = Fusion()
 
 
 def fused_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    norm: Tensor | None = None,
-    eps: float = 0.0,
-    gate: str | None = None,
-    residual: Tensor | None = None,
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, fusion: Fusion = PLAIN
 ) -> Tensor:
-    """residual + act(rms_norm(x) W^T + bias), for any number of rows. A part whose argument is None
-    is skipped.
-
-    `norm` is the weight of the RMS norm. `gate` names the activation of a gated MLP. With a gate, W
-    has the rows of gate, followed by the rows of up.
-    """
-    parts: dict[str, Any] = {"norm": norm, "eps": eps, "gate": gate, "residual": residual}
+    """residual + act(rms_norm(x) W^T + bias), for any number of rows."""
     if is_few(x):
-        return _SKINNY_LINEAR(x, weight, bias, **parts)
-    return _composed(x, weight, bias, **parts)
-
-
-def _composed(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    norm: Tensor | None = None,
-    eps: float = 0.0,
-    gate: str | None = None,
-    residual: Tensor | None = None,
-) -> Tensor:
-    if norm is not None:
-        x = rms_norm(x, norm, eps)
+        return skinny_linear(x, weight, bias, fusion)
+    if fusion.norm is not None:
+        x = rms_norm(x, fusion.norm, fusion.eps)
+    gate = fusion.gate
     y = F.linear(x, weight, bias) if gate is None else gated_linear(x, weight, bias, gate)
-    return y if residual is None else residual + y
+    return y if fusion.residual is None else fusion.residual + y
 
 
-def _reference(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    scale: Tensor | None = None,
-    norm: Tensor | None = None,
-    eps: float = 0.0,
-    gate: str | None = None,
-    residual: Tensor | None = None,
+@op("skinny:skinny_linear")
+def skinny_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, fusion: Fusion, scale: Tensor | None = None
 ) -> Tensor:
-    if norm is not None:
-        x = F.rms_norm(x, norm.shape, norm, eps)
-    y = F.linear(x, _dense(weight, scale, x.dtype), bias)
-    if gate is not None:
-        y = gated_halves(y, gate)
-    return y if residual is None else residual + y
+    """As `fused_linear`, for few rows. A single row may have float8 weights. `scale` (F,) float32
+    then has one scale per output channel.
+    """
+    if fusion.norm is not None:
+        x = F.rms_norm(x, fusion.norm.shape, fusion.norm, fusion.eps)
+    return fusion.finished(F.linear(x, _dense(weight, scale, x.dtype), bias), gated_halves)
 
 
 def _dense(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -115,7 +84,7 @@ def _dense(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
 def _examples(shape: Shape, device: torch.device, dtype: torch.dtype) -> Iterator[Example]:
     inputs = Inputs(device, dtype)
     hidden, inner, heads = shape.hidden_size, shape.inner_size, shape.num_heads * shape.head_dim
-    normed = {"norm": inputs.normal(hidden), "eps": 1e-5}
+    normed = Fusion(inputs.normal(hidden), 1e-5)
 
     def weight(outputs: int, size: int) -> Tensor:
         return inputs.normal(outputs, size, scale=size**-0.5)
@@ -128,44 +97,37 @@ def _examples(shape: Shape, device: torch.device, dtype: torch.dtype) -> Iterato
         if rows == 1:
             yield from _fp8_examples(stream, qkv, down, normed, inputs)
         attended, activated = inputs.normal(rows, heads), inputs.normal(rows, inner)
-        yield Example(f"qkv {rows}", (stream, qkv, bias), normed)
-        yield Example(f"o {rows}", (attended, o), {"residual": stream})
-        yield Example(f"gate_up {rows}", (stream, gate_up), {**normed, "gate": "silu"})
-        yield Example(f"down {rows}", (activated, down), {"residual": stream})
-        yield Example(f"head {rows}", (stream, head), normed)
+        added = Fusion(residual=stream)
+        yield Example(f"qkv {rows}", (stream, qkv, bias, normed))
+        yield Example(f"o {rows}", (attended, o, None, added))
+        yield Example(f"gate_up {rows}", (stream, gate_up, None, normed._replace(gate="silu")))
+        yield Example(f"down {rows}", (activated, down, None, added))
+        yield Example(f"head {rows}", (stream, head, None, normed))
 
 
 def _fp8_examples(
-    stream: Tensor, qkv: Tensor, down: Tensor, normed: dict[str, Any], inputs: Inputs
+    stream: Tensor, qkv: Tensor, down: Tensor, normed: Fusion, inputs: Inputs
 ) -> Iterator[Example]:
     for name, weight in (("qkv", qkv), ("down", down)):
         scale = (inputs.uniform(len(weight)) + 0.5) * 0.01
         in_8_bits = (weight.float() / scale[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
         if name == "qkv":
-            yield Example("qkv fp8", (stream, in_8_bits), {**normed, "scale": scale})
+            yield Example("qkv fp8", (stream, in_8_bits, None, normed, scale))
         else:
-            inside = inputs.normal(1, weight.shape[1])
-            yield Example("down fp8", (inside, in_8_bits), {"residual": stream, "scale": scale})
+            inside, added = inputs.normal(1, weight.shape[1]), Fusion(residual=stream)
+            yield Example("down fp8", (inside, in_8_bits, None, added, scale))
 
 
-def _bytes(x: Tensor, weight: Tensor, bias: Tensor | None = None, **parts: Any) -> int:
-    outputs = len(weight) // (2 if parts.get("gate") else 1)
-    written = len(x) * outputs * x.element_size()
-    return size_of(x, weight, bias, parts.get("residual"), parts.get("scale")) + written
+def _bytes(
+    x: Tensor, weight: Tensor, bias: Tensor | None, fusion: Fusion, scale: Tensor | None = None
+) -> int:
+    written = len(x) * len(weight) // (2 if fusion.gate else 1) * x.element_size()
+    return size_of(x, weight, bias, fusion.residual, scale) + written
 
 
-_SKINNY_LINEAR = register(
-    KernelSpec(
-        name="skinny_linear",
-        reference=_reference,
-        triton=compiled("skinny:skinny_linear"),
-        examples=_examples,
-        bytes_of=_bytes,
-        flops_of=lambda x, weight, *_, **__: 2 * len(x) * weight.numel(),
-        tolerance={
-            torch.float32: Tolerance(1e-4, 1e-4),
-            torch.float16: Tolerance(1e-2, 1e-2),
-            torch.bfloat16: Tolerance(4e-2, 4e-2),
-        },
-    )
+skinny_linear.specify(
+    _examples,
+    _bytes,
+    flops_of=lambda x, weight, *_: 2 * len(x) * weight.numel(),
+    tolerance=SUMMED,
 )

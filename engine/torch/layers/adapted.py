@@ -12,11 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.torch.kernels.fp8 import QuantizedRows
-from engine.torch.kernels.lora import (
-    lora_embed,
-    lora_linear,
-    places_of,
-)
+from engine.torch.kernels.lora import LoraStack, lora_embed, lora_linear, places_of
 from engine.torch.layers.norm import RMSNorm
 
 
@@ -31,19 +27,12 @@ class AdapterTiles:
     yields: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Stack:
-    """The matrices of one layer in all places. Place 0, which is the base model, is zero."""
-
-    a: Tensor  # (P, parts * R, D); for embeddings (P, R, V)
-    b: Tensor  # (P, F, R)
-    sizes: tuple[int, ...]  # output channels of each part of a fused layer
-
-
 class AdaptedLinear(nn.Module):
     """A linear layer of any kind, `base`, and what adapters add to its result."""
 
-    def __init__(self, base: nn.Module, stack: Stack, tiles: AdapterTiles, is_head: bool) -> None:
+    def __init__(
+        self, base: nn.Module, stack: LoraStack, tiles: AdapterTiles, is_head: bool
+    ) -> None:
         super().__init__()
         self.base = base
         self.is_invariant = bool(getattr(base, "is_invariant", False))
@@ -75,17 +64,14 @@ class AdaptedLinear(nn.Module):
         product: Callable[[], Tensor],
         gate: str | None = None,
     ) -> Tensor:
-        stack = self._stack
         tiles = self._tiles.logits if self._is_head else self._tiles.tokens
         return lora_linear(
-            stack.a,
-            stack.b,
             tiles,
-            stack.sizes,
+            self._stack,
             lambda: self._plain(read()),
             product,
             gate,
-            yields=self._tiles.yields,
+            self._tiles.yields,
         )
 
     def _plain(self, x: Tensor | QuantizedRows) -> Tensor:
@@ -95,7 +81,7 @@ class AdaptedLinear(nn.Module):
 
 
 class AdaptedEmbedding(nn.Module):
-    def __init__(self, base: nn.Module, stack: Stack, tiles: AdapterTiles) -> None:
+    def __init__(self, base: nn.Module, stack: LoraStack, tiles: AdapterTiles) -> None:
         super().__init__()
         self.base = base
         self._stack, self._tiles = stack, tiles
@@ -134,7 +120,7 @@ class ReplacedMatrix(nn.Module):
 
 def adapted(
     module: nn.Module,
-    stacks: Mapping[str, Stack],
+    stacks: Mapping[str, LoraStack],
     whole: Mapping[str, Mapping[int, Tensor]],
     tiles: AdapterTiles,
     path: str = "",

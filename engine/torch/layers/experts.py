@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from engine.architectures.base import ExpertsConfig, ModelConfig
 from engine.torch.kernels.experts import (
+    ExpertMatrices,
     experts_mlp,
     grouped_experts_mlp,
     route,
@@ -71,9 +72,11 @@ class Experts(nn.Module):
         if isinstance(gate_up, GroupedExpertLinear):
             assert isinstance(down, GroupedExpertLinear)
             count = self.settings.count
-            return grouped_experts_mlp(x, *routed, gate_up.rows, down.rows, *biases, kind, count)
+            quantized = ExpertMatrices(gate_up.rows, down.rows, *biases, kind)
+            return grouped_experts_mlp(x, *routed, quantized, count)
         assert isinstance(down, ExpertLinear)
-        return experts_mlp(x, *routed, gate_up.weight, down.weight, *biases, kind)
+        dense = ExpertMatrices(gate_up.weight, down.weight, *biases, kind)
+        return experts_mlp(x, *routed, dense)
 
 
 class SharedExpert(GatedMLP):

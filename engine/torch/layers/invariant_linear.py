@@ -16,7 +16,7 @@ from engine.torch.kernels.invariant.linear import (
     invariant_linear,
 )
 from engine.torch.layers.linear import Linear
-from engine.torch.layers.norm import RMSNorm
+from engine.torch.layers.norm import RMSNorm, fusion_of
 from engine.torch.layers.quantized_linear import Fp8Linear
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class InvariantLinear(Linear):
         residual: Tensor | None = None,
     ) -> Tensor:
         normed = x if norm is None else norm(x)
-        return invariant_linear(normed, self.weight, self.bias, gate=gate, residual=residual)
+        return invariant_linear(normed, self.weight, self.bias, fusion_of(None, gate, residual))
 
 
 def make_invariant(model: nn.Module) -> None:

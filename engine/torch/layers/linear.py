@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from engine.torch.kernels.activation import gated
 from engine.torch.kernels.base import use_triton
 from engine.torch.kernels.skinny import fused_linear
-from engine.torch.layers.norm import RMSNorm
+from engine.torch.layers.norm import RMSNorm, fusion_of
 
 
 class Linear(nn.Module):
@@ -55,17 +55,7 @@ class Linear(nn.Module):
         """residual + act(norm(x) W^T + b). `gate` names act, a gated activation. A part whose
         argument is None is skipped. For few tokens, all parts run in one kernel.
         """
-        if norm is None:
-            return fused_linear(x, self.weight, self.bias, gate=gate, residual=residual)
-        return fused_linear(
-            x,
-            self.weight,
-            self.bias,
-            norm=norm.weight,
-            eps=norm.eps,
-            gate=gate,
-            residual=residual,
-        )
+        return fused_linear(x, self.weight, self.bias, fusion_of(norm, gate, residual))
 
 
 def can_add(layer: nn.Module, stream: Tensor) -> TypeGuard[Linear]:

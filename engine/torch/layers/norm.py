@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.torch.kernels.norm import add_rms_norm, rms_norm
+from engine.torch.kernels.skinny import Fusion
 
 
 class RMSNorm(nn.Module):
@@ -21,6 +22,12 @@ class RMSNorm(nn.Module):
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Returns norm(x + residual), and the sum itself, which is the new residual stream."""
         return add_rms_norm(x, residual, self.weight, self.eps)
+
+
+def fusion_of(norm: RMSNorm | None, gate: str | None, residual: Tensor | None) -> Fusion:
+    """What a matmul's kernel computes besides the matmul."""
+    weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+    return Fusion(weight, eps, gate, residual)
 
 
 class LayerNorm(nn.Module):

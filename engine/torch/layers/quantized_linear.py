@@ -10,7 +10,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from engine.torch.kernels.activation import gated
 from engine.torch.kernels.fp8 import (
     FP8,
     LARGEST,
@@ -26,7 +25,7 @@ from engine.torch.kernels.quantized import (
     grouped_linear,
 )
 from engine.torch.layers.linear import Linear
-from engine.torch.layers.norm import RMSNorm
+from engine.torch.layers.norm import RMSNorm, fusion_of
 
 _INT8_GROUP = 32
 
@@ -64,19 +63,12 @@ class GroupedLinear(nn.Module):
         """Computes residual + act(norm(x) W^T + b). `gate` names act, a gated activation. A part
         whose argument is None is skipped.
         """
-        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        fusion = fusion_of(norm, gate, residual)
         if len(self.stacks) == 1:
-            return grouped_linear(
-                x, self.stacks[0], self.bias, norm=weight, eps=eps, gate=gate, residual=residual
-            )
-        y = torch.cat(
-            [grouped_linear(x, stack, norm=weight, eps=eps) for stack in self.stacks], dim=-1
-        )
-        if self.bias is not None:
-            y = y + self.bias
-        if gate is not None:
-            y = gated(y, gate)
-        return y if residual is None else residual + y
+            return grouped_linear(x, self.stacks[0], self.bias, fusion)
+        normed = fusion_of(norm, None, None)
+        y = torch.cat([grouped_linear(x, stack, None, normed) for stack in self.stacks], dim=-1)
+        return fusion.finished(y if self.bias is None else y + self.bias)
 
 
 class GroupedEmbedding(nn.Module):
@@ -123,18 +115,14 @@ class Fp8Linear(nn.Module):
         """
         if gate is not None and norm is None and residual is None and self.feeds_fp8:
             return gated_rows(self(x), gate)
-        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         return fp8_linear(
             x,
             self.weight,
             self.scale,
             self.bias,
             self.dtype,
-            norm=weight,
-            eps=eps,
-            gate=gate,
-            residual=residual,
-            invariant=self.is_invariant,
+            fusion_of(norm, gate, residual),
+            self.is_invariant,
         )
 
 

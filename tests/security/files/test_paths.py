@@ -12,13 +12,13 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from engine.adapters.served import ServedAdapters
 from engine.core.config_types import Dialect
 from engine.core.errors import InvalidRequestError, ModelFormatError
 from engine.core.interfaces.request import ControlReply
 from engine.core.observability.metrics import Metrics
 from engine.core.sandbox import checkpoint_validation as validation
 from engine.core.store.adapter_store import adapters_directory
-from engine.frontend.adapters import ServedAdapters
 from engine.servers.app import create_app
 from engine.servers.openapi import document
 from tests.support.fakes.fake_backend import MODEL, FakeBackend

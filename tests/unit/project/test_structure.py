@@ -165,7 +165,7 @@ TIMESTAMP_MODULES = frozenset(
     {
         "engine.backends.custom.base_custom",
         "engine.native.weights.cache",
-        "engine.frontend.adapters",
+        "engine.adapters.served",
         "engine.runtime.tiers.base",
         "engine.runtime.tiers.disk",
         "engine.runtime.tiers.redis_tier",

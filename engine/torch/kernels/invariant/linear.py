@@ -14,17 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.torch.device import is_hopper
-from engine.torch.kernels.activation import gated, gated_halves
-from engine.torch.kernels.base import (
-    Example,
-    Inputs,
-    KernelSpec,
-    Shape,
-    Tolerance,
-    compiled,
-    register,
-    size_of,
-)
+from engine.torch.kernels.activation import gated_halves
+from engine.torch.kernels.base import SUMMED, Example, Inputs, Shape, op, size_of
+from engine.torch.kernels.skinny import PLAIN, Fusion
 
 FEW_ROWS = 16  # up to this many rows, our kernel is the fastest
 # The numbers of rows for which cuBLASLt gives the bits of our kernel, by a weight's shape and dtype
@@ -32,22 +24,18 @@ _EQUAL: dict[tuple[torch.Size, torch.dtype], frozenset[int]] = {}
 
 
 def invariant_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    gate: str | None = None,
-    residual: Tensor | None = None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, fusion: Fusion = PLAIN
 ) -> Tensor:
-    """residual + act(x W^T + bias) for x (T, D). `gate` names act, a gated activation. A part whose
-    argument is None is skipped. Every part rounds its result.
-    """
+    """residual + act(x W^T + bias) for x (T, D), without a norm. Every part rounds its result."""
     if not suits_library(x, weight):
-        return _INVARIANT_LINEAR(x, weight, bias, gate=gate, residual=residual)
+        return _invariant_linear(x, weight, bias, fusion)
     y = F.linear(x, weight)
-    y = y if bias is None else y + bias
-    y = y if gate is None else gated(y, gate)
-    return y if residual is None else residual + y
+    return fusion.finished(y if bias is None else y + bias)
+
+
+@op("invariant.linear:invariant_linear")
+def _invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None, fusion: Fusion) -> Tensor:
+    return fusion.finished(F.linear(x, weight, bias), gated_halves)
 
 
 def suits_library(x: Tensor, weight: Tensor) -> bool:
@@ -65,24 +53,10 @@ def compare_library(weight: Tensor, counts: Sequence[int]) -> frozenset[int]:
     cuBLASLt multiplies where all bits are equal. Returns these counts.
     """
     x = Inputs(weight.device, weight.dtype).normal(max(counts), weight.shape[1])
-    ours = _INVARIANT_LINEAR(x, weight, None)
+    ours = _invariant_linear(x, weight, None, PLAIN)
     equal = (each for each in counts if torch.equal(F.linear(x[:each], weight), ours[:each]))
     _EQUAL[weight.shape, weight.dtype] = found = frozenset(equal)
     return found
-
-
-def _reference(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    gate: str | None = None,
-    residual: Tensor | None = None,
-) -> Tensor:
-    y = F.linear(x, weight, bias)
-    if gate is not None:
-        y = gated_halves(y, gate)
-    return y if residual is None else residual + y
 
 
 def _examples(shape: Shape, device: torch.device, dtype: torch.dtype) -> Iterator[Example]:
@@ -97,28 +71,19 @@ def _examples(shape: Shape, device: torch.device, dtype: torch.dtype) -> Iterato
     bias = inputs.normal(shape.qkv_size)
     for rows in shape.rows:
         stream, attended = inputs.normal(rows, hidden), inputs.normal(rows, heads)
-        yield Example(f"qkv {rows}", (stream, qkv, bias))
-        yield Example(f"o {rows}", (attended, o, None), {"residual": stream})
-        yield Example(f"gate_up {rows}", (stream, gate_up, None), {"gate": "silu"})
-        args = (inputs.normal(rows, inner), down, None)
-        yield Example(f"down {rows}", args, {"residual": stream})
+        added = Fusion(residual=stream)
+        yield Example(f"qkv {rows}", (stream, qkv, bias, PLAIN))
+        yield Example(f"o {rows}", (attended, o, None, added))
+        yield Example(f"gate_up {rows}", (stream, gate_up, None, Fusion(gate="silu")))
+        yield Example(f"down {rows}", (inputs.normal(rows, inner), down, None, added))
 
 
-_INVARIANT_LINEAR = register(
-    KernelSpec(
-        name="invariant_linear",
-        reference=_reference,
-        triton=compiled("invariant.linear:invariant_linear"),
-        examples=_examples,
-        bytes_of=lambda x, weight, bias, **parts: (
-            size_of(x, weight, bias, parts.get("residual"))
-            + len(x) * len(weight) * x.element_size() // (2 if parts.get("gate") else 1)
-        ),
-        flops_of=lambda x, weight, *_, **__: 2 * len(x) * weight.numel(),
-        tolerance={
-            torch.float32: Tolerance(1e-4, 1e-4),
-            torch.float16: Tolerance(1e-2, 1e-2),
-            torch.bfloat16: Tolerance(4e-2, 4e-2),
-        },
-    )
+_invariant_linear.specify(
+    _examples,
+    lambda x, weight, bias, fusion: (
+        size_of(x, weight, bias, fusion.residual)
+        + len(x) * len(weight) * x.element_size() // (2 if fusion.gate else 1)
+    ),
+    flops_of=lambda x, weight, *_: 2 * len(x) * weight.numel(),
+    tolerance=SUMMED,
 )

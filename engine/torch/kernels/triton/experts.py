@@ -16,6 +16,7 @@ from torch import Tensor
 
 from engine.architectures.base import ExpertsConfig
 from engine.torch.device import num_stages
+from engine.torch.kernels.experts import ExpertMatrices
 from engine.torch.kernels.triton.epilogue import gate_times
 
 _BLOCK_FIELDS = 3
@@ -286,13 +287,10 @@ def experts_mlp(
     x: Tensor,
     shares: Tensor,
     ids: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    kind: str,
+    experts: ExpertMatrices[Tensor],
     tiles: tuple[GemmTile, GemmTile] | None = None,
 ) -> Tensor:
+    gate_up, down, gate_up_bias, down_bias, kind = experts
     (count, size, inner), (num_tokens, chosen) = down.shape, ids.shape
     assert x.stride(1) == 1 and gate_up.is_contiguous() and down.is_contiguous()
     num_pairs = num_tokens * chosen

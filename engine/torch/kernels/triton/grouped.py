@@ -16,6 +16,7 @@ from torch import Tensor
 
 from engine.torch.device import num_stages
 from engine.torch.kernels.quantized import NARROW, GroupedWeight
+from engine.torch.kernels.skinny import Fusion
 from engine.torch.kernels.triton.assembly import float_bits
 from engine.torch.kernels.triton.epilogue import finish, weight_rows
 
@@ -308,14 +309,11 @@ def described(weight: GroupedWeight) -> dict[str, int | bool]:
 def grouped_linear(
     x: Tensor,
     weight: GroupedWeight,
-    bias: Tensor | None = None,
-    *,
-    norm: Tensor | None = None,
-    eps: float = 0.0,
-    gate: str | None = None,
-    residual: Tensor | None = None,
+    bias: Tensor | None,
+    fusion: Fusion,
     config: GroupedConfig | None = None,
 ) -> Tensor:
+    norm, eps, gate, residual = fusion
     num_tokens, rows = len(x), weight.shape[0]
     assert x.stride(1) == 1 and (residual is None or residual.is_contiguous())
     chosen = config or choose(num_tokens, rows, weight.group, x.dtype == torch.float32)

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.torch.device import num_stages
+from engine.torch.kernels.experts import ExpertMatrices
 from engine.torch.kernels.quantized import GroupedWeight
 from engine.torch.kernels.triton.epilogue import gate_halves, weight_rows
 from engine.torch.kernels.triton.experts import (
@@ -106,16 +107,9 @@ def _expert_kernel(
 
 
 def grouped_experts_mlp(
-    x: Tensor,
-    shares: Tensor,
-    ids: Tensor,
-    gate_up: GroupedWeight,
-    down: GroupedWeight,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    kind: str,
-    count: int,
+    x: Tensor, shares: Tensor, ids: Tensor, experts: ExpertMatrices[GroupedWeight], count: int
 ) -> Tensor:
+    gate_up, down, gate_up_bias, down_bias, kind = experts
     (num_tokens, size), chosen = x.shape, ids.shape[1]
     assert x.stride(1) == 1
     num_pairs, inner = num_tokens * chosen, down.shape[1]

@@ -6,7 +6,6 @@ few rows also use many programs. The second launch adds up the splits in a fixed
 to the product, and applies the activation of a gated MLP.
 """
 
-from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -14,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.torch.kernels.lora import TILE_ROWS
+from engine.torch.kernels.lora import TILE_ROWS, LoraStack, Made
 from engine.torch.kernels.triton.epilogue import gate_times
 
 _READ_BYTES = 1024  # of each row of x that a program multiplies at a time
@@ -214,16 +213,10 @@ def _expand_gated_kernel(
 
 
 def lora_linear(
-    a: Tensor,
-    b: Tensor,
-    tiles: Tensor,
-    sizes: tuple[int, ...],
-    read: Callable[[], Tensor],
-    product: Callable[[], Tensor],
-    gate: str | None = None,
-    *,
-    yields: bool = False,
+    tiles: Tensor, stack: LoraStack, read: Made, product: Made, gate: str | None, yields: bool
 ) -> Tensor:
+    a, b, sizes = stack
+
     def shrink() -> Tensor:
         return _shrink(read(), a, tiles, len(sizes), b.shape[2])
 

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.torch.kernels.sampling import Penalties
+
 _BLOCK = 1024
 _SEEN = tl.constexpr(1 << 30)
 
@@ -88,22 +90,13 @@ def _bias_kernel(logits_ptr, rows_ptr, ids_ptr, values_ptr, stride, count, BLOCK
     tl.atomic_add(logits_ptr + row * stride + token, value, mask=value != 0.0)
 
 
-def penalize(
-    logits: Tensor,
-    history: Tensor,
-    slots: Tensor,
-    lengths: Tensor,
-    num_prompt: Tensor,
-    repetition: Tensor,
-    presence: Tensor,
-    frequency: Tensor,
-    counts: Tensor,
-) -> Tensor:
+def penalize(logits: Tensor, penalties: Penalties, counts: Tensor) -> Tensor:
     rows, vocabulary = logits.shape
+    history, *_, repetition, presence, frequency = penalties
     settings = (repetition, presence, frequency)
     sizes = {"VOCABULARY": vocabulary, "BLOCK": _BLOCK}
     _count_kernel[(rows, triton.cdiv(history.shape[1], _BLOCK))](
-        history, slots, lengths, num_prompt, *settings, counts, history.stride(0), **sizes
+        *penalties, counts, history.stride(0), **sizes
     )
     out = torch.empty((rows, vocabulary), dtype=logits.dtype, device=logits.device)
     _penalize_kernel[(rows, triton.cdiv(vocabulary, _BLOCK))](

@@ -163,9 +163,9 @@ def rope_write(
     heads: int,
     kv_heads: int,
     head_dim: int,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
 ) -> Tensor:
     tokens, half = qkv.shape[0], cos_sin_table.shape[1] // 2
     assert cache_layer.stride(4) == 1 and cos_sin_table.is_contiguous()

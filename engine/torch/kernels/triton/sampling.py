@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.torch.kernels.sampling import RowSettings
+
 _PART = 4096  # vocabulary entries per program
 _FLOOR_BLOCK = 8192
 _LOWEST = tl.constexpr(-(1 << 31))  # int32 with only the sign bit set
@@ -277,20 +279,14 @@ def _choose(
     return tokens
 
 
-def greedy(logits: Tensor, mask: Tensor | None) -> Tensor:
+def greedy(logits: Tensor, mask: Tensor | None = None) -> Tensor:
     return _choose(logits, mask, (logits, logits, logits, logits), samples=False)
 
 
 def random_sample(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    keys: Tensor,
-    words: Tensor,
-    mask: Tensor | None,
+    logits: Tensor, settings: RowSettings, words: Tensor, mask: Tensor | None
 ) -> Tensor:
+    temperature, *floors_of, keys = settings
     rows, vocabulary = logits.shape
     floors = torch.empty((rows, 4), device=logits.device)
     given = logits if mask is None else mask
@@ -298,9 +294,7 @@ def random_sample(
         logits,
         given,
         temperature,
-        top_k,
-        top_p,
-        min_p,
+        *floors_of,
         floors,
         logits.stride(0),
         given.stride(0),

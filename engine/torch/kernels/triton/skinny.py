@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.torch.device import num_stages, overlaps_kernels
+from engine.torch.kernels.skinny import Fusion
 from engine.torch.kernels.triton.assembly import (
     begin,
     launch_dependents,
@@ -272,15 +273,12 @@ def choose(
 def skinny_linear(
     x: Tensor,
     weight: Tensor,
-    bias: Tensor | None = None,
-    *,
+    bias: Tensor | None,
+    fusion: Fusion,
     scale: Tensor | None = None,
-    norm: Tensor | None = None,
-    eps: float = 0.0,
-    gate: str | None = None,
-    residual: Tensor | None = None,
     config: SkinnyConfig | None = None,
 ) -> Tensor:
+    norm, eps, gate, residual = fusion
     (num_tokens, size), rows = x.shape, len(weight)
     assert x.stride(1) == 1 and weight.is_contiguous()
     assert residual is None or residual.is_contiguous()

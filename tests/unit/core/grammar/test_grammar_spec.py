@@ -123,6 +123,10 @@ def test_gbnf_grammar_rejects_invalid_text(text: str) -> None:
         ('root ::= "" | root "a"', "aaa"),
         ('root ::= a-b | A_B\na-b ::= "x"\nA_B ::= "y" root', "yyx"),
         ('root ::= ("a" | "b" root){2,}', "aab" + "aa"),
+        ('root ::= word "x"\nword ::= [a-z]+', "axx"),
+        ('root ::= "if" word | word "!"\nword ::= [a-z]+', "iffy"),
+        ("root ::= [\\u00e0-\\u00ff\\-]+", "\u00e9-"),
+        ("root ::= start\nstart ::= [a&&b]", "&"),
     ],
 )
 def test_gbnf_syntax_forms_are_supported(source: str, text: str) -> None:

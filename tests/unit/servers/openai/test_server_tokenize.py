@@ -1,11 +1,12 @@
 """/tokenize and /detokenize: shapes, bounds, and that a conversation is rendered as a chat is."""
 
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, Unpack
 
 import httpx
 import pytest
 
+from engine.backends.base import Tokenizing
 from engine.core.interfaces.backend import ChatRequest, ToolChoice
 from engine.core.observability.metrics import Metrics
 from engine.servers.app import create_app
@@ -30,17 +31,10 @@ class Recorder(FakeBackend):
         self.tokenized: list[ChatRequest | str] = []
 
     async def tokenize(
-        self,
-        content: ChatRequest | str,
-        *,
-        model: str = "",
-        add_special_tokens: bool = True,
-        parse_special: bool = False,
+        self, content: ChatRequest | str, *, model: str = "", **how: Unpack[Tokenizing]
     ) -> tuple[int, ...]:
         self.tokenized.append(content)
-        return await super().tokenize(
-            content, add_special_tokens=add_special_tokens, parse_special=parse_special
-        )
+        return await super().tokenize(content, **how)
 
 
 @pytest.fixture

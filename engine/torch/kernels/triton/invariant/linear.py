@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.torch.kernels.skinny import Fusion
 from engine.torch.kernels.triton.assembly import begin, overlapping
 from engine.torch.kernels.triton.epilogue import gate_times
 
@@ -116,11 +117,11 @@ def invariant_linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    *,
-    gate: str | None = None,
-    residual: Tensor | None = None,
+    fusion: Fusion,
     tile: LinearTile | None = None,
 ) -> Tensor:
+    norm, _, gate, residual = fusion
+    assert norm is None, "a norm would change the order of the sums"
     num_tokens, size = x.shape
     outputs = len(weight) // 2 if gate else len(weight)
     assert x.stride(1) == 1 and weight.is_contiguous()

@@ -1,4 +1,4 @@
-"""Makes the places of LoRA adapters for an engine. Imported when the first adapter is used."""
+"""Makes the slots of LoRA adapters for an engine. Imported when the first adapter is used."""
 
 from engine.adapters.reading import open_adapter
 from engine.core.memory import memory_room
@@ -9,7 +9,7 @@ from engine.runtime.scheduler import Scheduler
 from engine.weights.model import ModelSource
 
 
-def adapter_places(
+def adapter_slots(
     runner: AdapterRunner, options: EngineOptions, scheduler: Scheduler, source: ModelSource
 ) -> AdapterSlots:
     config, max_rank = source.config, options.max_adapter_rank

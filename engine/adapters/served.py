@@ -10,9 +10,10 @@ from typing import Protocol
 
 import msgspec
 
+from engine.adapters import VALIDATOR
 from engine.core.errors import EngineError, InvalidRequestError, ModelError, NotFoundError
 from engine.core.interfaces.backend import ModelCard
-from engine.core.interfaces.request import AdapterRef, ControlReply
+from engine.core.interfaces.request import AdapterFacts, AdapterRef, ControlReply
 from engine.core.sandbox.checkpoint_validation import validate
 from engine.core.store.adapter_store import (
     NAME,
@@ -24,7 +25,6 @@ from engine.core.store.adapter_store import (
 
 log = logging.getLogger(__name__)
 
-VALIDATOR = "engine.adapters.reading:validate_adapter"
 LOAD_TIMEOUT_S = 120.0
 
 
@@ -36,15 +36,6 @@ class ServedAdapter(msgspec.Struct, frozen=True):
     num_bytes: int
     created: int
     tenant: str | None  # who may use it; None: everyone
-
-
-class _Facts(msgspec.Struct, frozen=True):
-    """What the engine says about an adapter that it has loaded."""
-
-    key: str
-    rank: int
-    num_bytes: int
-    changes_head: bool
 
 
 class AdapterLoader(Protocol):
@@ -90,7 +81,7 @@ class ServedAdapters:
         reply = await self._link.load_adapter(str(full), LOAD_TIMEOUT_S)
         if not reply.ok:
             raise InvalidRequestError(reply.message, param="lora_path")
-        facts = msgspec.json.decode(reply.message, type=_Facts)
+        facts = msgspec.json.decode(reply.message, type=AdapterFacts)
         ref = AdapterRef(facts.key, str(full), facts.changes_head)
         tenant = await asyncio.to_thread(tenant_of, full)
         created = int(time.time())
@@ -117,13 +108,5 @@ class ServedAdapters:
 
     def cards(self, base: ModelCard) -> list[ModelCard]:
         return [
-            msgspec.structs.replace(
-                base,
-                id=name,
-                root=base.id,
-                parent=base.id,
-                created=each.created,
-                tenant=each.tenant,
-            )
-            for name, each in self.served.items()
+            base.of_adapter(name, each.created, each.tenant) for name, each in self.served.items()
         ]

@@ -14,13 +14,8 @@ from torch import Tensor
 
 from engine.adapters.matrices import EMBED, Adapter
 from engine.runtime.model_runner import I32, BatchInputs
-from engine.torch.kernels.lora import lora_linear, tiles_of
-from engine.torch.layers.adapted import (
-    AdapterTiles,
-    Stack,
-    adapted,
-    empty_tiles,
-)
+from engine.torch.kernels.lora import LoraStack, lora_linear, tiles_of
+from engine.torch.layers.adapted import AdapterTiles, adapted, empty_tiles
 from engine.torch.layers.linear import Linear
 from engine.torch.models.base import Decoder
 
@@ -37,8 +32,8 @@ class _Matrices:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedAdapter:
-    """The matrices of each layer that the adapter changes, by the layer's path."""
+class TorchAdapter:
+    """A packed adapter: the matrices of each layer that it changes, by the layer's path."""
 
     layers: dict[str, _Matrices]
     whole: dict[str, Tensor]  # matrices in place of the layer's own
@@ -57,7 +52,7 @@ class TorchAdapters:
     def __init__(self, model: Decoder, device: torch.device, dtype: torch.dtype) -> None:
         self._base, self._device, self._dtype = model, device, dtype
         self._layers = dict(_layers(model))
-        self._stacks: dict[str, Stack] = {}
+        self._stacks: dict[str, LoraStack] = {}
         self._whole: dict[str, dict[int, Tensor]] = {}  # by the path of a layer and by place
         self._rank = 0
         self._compiled: set[int] = set()  # ranks for which kernels are compiled
@@ -67,7 +62,7 @@ class TorchAdapters:
         # Changes if tensors were replaced, which captured graphs have addresses of.
         self.version = 0
 
-    def pack(self, adapter: Adapter) -> PackedAdapter:
+    def pack(self, adapter: Adapter) -> TorchAdapter:
         """Copies the matrices into page-locked memory, from where the device reads them later."""
         rank = -(-adapter.max_rank // _RANK_STEP) * _RANK_STEP
         layers = {}
@@ -90,10 +85,10 @@ class TorchAdapters:
         num_bytes += sum(each.nbytes for each in whole.values())
         if self._device.type == "cuda" and layers:
             self._compile(rank)
-        return PackedAdapter(layers, whole, rank, num_bytes)
+        return TorchAdapter(layers, whole, rank, num_bytes)
 
     @torch.inference_mode()
-    def set(self, number: int, packed: PackedAdapter) -> None:
+    def set(self, number: int, packed: TorchAdapter) -> None:
         """Queues the copies of the matrices to the device."""
         if (
             packed.rank > self._rank
@@ -105,7 +100,7 @@ class TorchAdapters:
         if packed.whole or any(number in each for each in self._whole.values()):
             self._replace(number, packed.whole)
 
-    def _grow(self, number: int, packed: PackedAdapter) -> None:
+    def _grow(self, number: int, packed: TorchAdapter) -> None:
         old = self._rank
         self._rank = max(self._rank, packed.rank)
         self.num_adapters = max(self.num_adapters, -(-number // _PLACE_STEP) * _PLACE_STEP)
@@ -116,7 +111,7 @@ class TorchAdapters:
             if (stack := self._stacks.get(path)) is not None:
                 a[: len(stack.a), :, :old] = stack.a.unflatten(1, (-1, old))
                 b[: len(stack.b), :, :old] = stack.b
-            self._stacks[path] = Stack(a.flatten(1, 2), b, layer.rows)
+            self._stacks[path] = LoraStack(a.flatten(1, 2), b, layer.rows)
         self._renew()
 
     def _renew(self) -> None:
@@ -136,7 +131,7 @@ class TorchAdapters:
                 self._whole[path] = places
         self._renew()
 
-    def _write(self, number: int, packed: PackedAdapter) -> None:
+    def _write(self, number: int, packed: TorchAdapter) -> None:
         for path, stack in self._stacks.items():
             a, b = stack.a[number].unflatten(0, (-1, self._rank)), stack.b[number]
             matrices = packed.layers.get(path)
@@ -177,7 +172,7 @@ class TorchAdapters:
                 b = self._on_device(2, sum(rows), rank)
                 read = partial(self._on_device, 2, columns)
                 product = partial(self._on_device, 2, sum(rows))
-                lora_linear(a, b, tiles, rows, read, product, gate)
+                lora_linear(tiles, LoraStack(a, b, rows), read, product, gate, False)
         stream.synchronize()
 
     def _on_host(self, *shape: int) -> Tensor:

@@ -14,8 +14,8 @@ _RANK_STEP, _PLACE_STEP = 8, 4
 
 
 @dataclass(frozen=True, slots=True)
-class PackedAdapter:
-    """An adapter with matrices of the model's dtype, (rank, in) and (rank, out)."""
+class JAXAdapter:
+    """A packed adapter: matrices of the model's dtype, (rank, in) and (rank, out)."""
 
     pairs: dict[str, tuple[np.ndarray, np.ndarray]]
     whole: dict[str, np.ndarray]
@@ -26,20 +26,20 @@ class PackedAdapter:
 class JAXAdapters:
     def __init__(self, dtype: jnp.dtype, home: jax.sharding.Sharding) -> None:
         self._dtype, self._home = dtype, home
-        self._held: dict[int, PackedAdapter] = {}
+        self._held: dict[int, JAXAdapter] = {}
         self._rank = self._num_places = 0
         self._stacks: dict[str, Stack] = {}
         self._whole: dict[str, tuple[jax.Array, jax.Array]] = {}
 
-    def pack(self, adapter: Adapter) -> PackedAdapter:
+    def pack(self, adapter: Adapter) -> JAXAdapter:
         pairs = {
             name: (pair.a.astype(self._dtype), pair.b.T.astype(self._dtype))
             for name, pair in adapter.pairs.items()
         }
         whole = {name: each.astype(self._dtype) for name, each in adapter.whole.items()}
-        return PackedAdapter(pairs, whole, adapter.max_rank, adapter.num_bytes)
+        return JAXAdapter(pairs, whole, adapter.max_rank, adapter.num_bytes)
 
-    def set(self, number: int, packed: PackedAdapter) -> None:
+    def set(self, number: int, packed: JAXAdapter) -> None:
         """Put an adapter into a place. Sizes are rounded up, as XLA compiles again for each."""
         self._held[number] = packed
         self._rank = max(self._rank, -(-packed.max_rank // _RANK_STEP) * _RANK_STEP)

@@ -5,8 +5,6 @@ can answer a request for one.
 import logging
 from collections.abc import Mapping, Sequence
 
-import msgspec
-
 from engine.backends.base import InferenceBackend
 from engine.core.errors import EngineError, InvalidRequestError, NotFoundError
 from engine.core.interfaces.backend import ModelCard
@@ -33,9 +31,7 @@ def adapter_card(name: str, route: Route, base: ModelCard) -> ModelCard:
     """The card of one adapter. A backend that is not loaded does not tell when it was added."""
     cards = (card for each in _backends(route) for card in each.models())
     told = next((card for card in cards if card.id == name), base)
-    return msgspec.structs.replace(
-        base, id=name, root=base.id, parent=base.id, created=told.created, tenant=told.tenant
-    )
+    return base.of_adapter(name, told.created, told.tenant)
 
 
 async def load_adapter(

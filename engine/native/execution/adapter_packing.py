@@ -42,8 +42,8 @@ class Site:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedAdapter:
-    """The arguments of `Model.set_adapter`."""
+class NativeAdapter:
+    """A packed adapter: the arguments of `Model.set_adapter`."""
 
     sites: list[tuple[int, Packed, Expanding, int]]
     embedding: tuple[F32, F32] | None
@@ -68,7 +68,7 @@ def sites_of(plan: ExecutionPlan, rows_of: Mapping[str, int]) -> tuple[Site, ...
     return tuple(sites)
 
 
-def pack_adapter(sites: tuple[Site, ...], adapter: Adapter) -> PackedAdapter:
+def pack_adapter(sites: tuple[Site, ...], adapter: Adapter) -> NativeAdapter:
     """Most of the time is spent in one call without the GIL, so that other threads are not held."""
     packed, jobs = [], []
     for number, site in enumerate(sites):
@@ -85,7 +85,7 @@ def pack_adapter(sites: tuple[Site, ...], adapter: Adapter) -> PackedAdapter:
     num_bytes += 0 if embedding is None else sum(each.nbytes for each in embedding)
     head = _whole_head(sites, adapter.whole)
     num_bytes += sum(each.nbytes for each in adapter.whole.values())
-    return PackedAdapter(packed, embedding, (adapter.whole.get(EMBED), head), num_bytes)
+    return NativeAdapter(packed, embedding, (adapter.whole.get(EMBED), head), num_bytes)
 
 
 def _whole_head(sites: tuple[Site, ...], whole: Mapping[str, F32]) -> tuple[Packed, int] | None:
