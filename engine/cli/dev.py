@@ -14,6 +14,7 @@ SCRIPTS = {
     "finetune_tiny": "A gradient, a fine-tune on the CPU, and the result served.",
     "trace_request": "Which files and functions one streamed chat touches.",
     "module_map": "The package as a tree, one sentence per folder and module.",
+    "option_files": "How many files name an option or a request parameter.",
     "reference_pages": "Write the generated pages of docs from the code.",
 }
 _PASSED_ON = {
