@@ -15,6 +15,7 @@ SCRIPTS = {
     "trace_request": "Which files and functions one streamed chat touches.",
     "module_map": "The package as a tree, one sentence per folder and module.",
     "measure_structure": "Counts of long imports, cycles, small modules and duplicated code.",
+    "option_files": "How many files name an option or a request parameter.",
     "reference_pages": "Write the generated pages of docs from the code.",
 }
 _PASSED_ON = {

@@ -18,6 +18,8 @@ _waiting: list[EngineProcess] = []
 
 
 def main() -> None:
+    # Without this variable, pydantic searches the metadata of every installed package for plugins.
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     try:
         _start_engine(sys.argv[1:])
     except OSError as error:

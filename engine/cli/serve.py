@@ -13,28 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.cli import BEGAN_AT
-from engine.cli.console import (
-    ApiKeyFileOption,
-    ConfigOption,
-    ModelArgument,
-    load_cli_settings,
-)
+from engine.cli.console import ConfigOption, ModelArgument, load_cli_settings
 from engine.cli.main import take_engine
 from engine.cli.serve_options import (
+    SERVE_FLAGS,
     ApiKeyOption,
-    FrontendsOption,
-    HostOption,
     HubOption,
-    InsecureNoAuthOption,
     LoraOption,
     ModelOption,
-    NameOption,
     OptionsOption,
-    PortOption,
-    StoragePathOption,
-    StrictOption,
-    UiOption,
-    with_engine_options,
+    with_flags,
 )
 from engine.core import faults
 from engine.core.sandbox.processes import keep_all
@@ -101,41 +89,23 @@ def _downloaded_adapter(address: str) -> Path:
         return cached_adapter(address, progress)
 
 
-@with_engine_options
+@with_flags(SERVE_FLAGS)
 def serve(
     model: ModelArgument = None,
     model_option: ModelOption = None,
     hf_repo: HubOption = None,
     option: OptionsOption = None,
     lora: LoraOption = None,
-    host: HostOption = None,
-    port: PortOption = None,
-    name: NameOption = None,
     api_key: ApiKeyOption = None,
-    api_key_file: ApiKeyFileOption = None,
-    insecure_no_auth: InsecureNoAuthOption = None,
-    strict: StrictOption = None,
-    ui: UiOption = None,
-    frontends: FrontendsOption = None,
-    storage_path: StoragePathOption = None,
     config: ConfigOption = None,
     *,
-    engine: dict[str, Any],
+    flags: dict[str, Any],
 ) -> None:
     """Serve a model over an OpenAI-compatible API."""
-    flags = engine | {
+    flags |= {
         "model.model_path": _one_model(model, model_option, hf_repo),
         "model.options": parse_options(option),
         "model.adapters": parse_adapters(lora),
-        "model.name": name,
-        "server.host": host,
-        "server.port": port,
-        "server.api_key_file": api_key_file,
-        "server.insecure_no_auth": insecure_no_auth,
-        "server.frontends": frontends,
-        "server.strict": strict,
-        "server.ui": ui,
-        "storage.path": storage_path,
     }
     if api_key is not None:
         # A secret may come from the environment, but not from flags.
@@ -156,8 +126,6 @@ def _one_model(*given: str | None) -> str | None:
 def _serve(config: Path | None, flags: dict[str, Any]) -> None:
     # Start the engine process first, so that it imports its modules in parallel with this process.
     process = take_engine()
-    # Without this variable, pydantic searches the metadata of every installed package for plugins.
-    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     gc.disable()  # off until the server is ready, because startup creates hardly any garbage
     try:
         from engine.core.config import check_references

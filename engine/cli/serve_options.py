@@ -1,26 +1,57 @@
-"""The options of `engine serve`, under the headings of its help. `engine node join` shares those
-that concern the engine.
+"""The flags of `engine serve`. Those that set one setting each follow from the schema of the
+settings (`core/config_schema.py`); other commands share some of them. The others are defined here.
 """
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
-from engine.cli.console import BackendOption, DeviceOption, DtypeOption, complete_model
+from engine.cli.console import (
+    ApiKeyFileOption,
+    BackendOption,
+    DeviceOption,
+    DtypeOption,
+    complete_model,
+)
+from engine.core.config import flag_name
+from engine.core.config_schema import setting_fields, setting_flags
 
-_MODEL, _SERVER, _MEMORY, _LOGS = "Model", "Server", "Memory and speed", "Logs"
-# The flags after the first one of an option are those of vLLM, SGLang or llama.cpp.
+# The heading in the help, by the section of the settings.
+_HEADINGS = {
+    "server": "Server",
+    "model": "Model",
+    "cache": "Memory and speed",
+    "performance": "Memory and speed",
+    "nodes": "Memory and speed",
+    "logging": "Logs",
+    "storage": "Server",
+}
+# Flags of settings that other commands have as well.
+_SHARED: dict[str, Any] = {
+    "server.api_key_file": ApiKeyFileOption,
+    "model.backend": BackendOption,
+    "model.device": DeviceOption,
+    "model.dtype": DtypeOption,
+}
+SERVE_FLAGS = tuple(key for key in setting_fields() if key in setting_flags() or key in _SHARED)
+# The flags that concern the engine. A node has a name of its own.
+ENGINE_FLAGS = tuple(
+    key
+    for key in SERVE_FLAGS
+    if not key.startswith(("server.", "storage.")) and key != "model.name"
+)
+
 ModelOption = Annotated[
     str | None,
     typer.Option(
         "--model",
         "-m",
         "--model-path",
-        rich_help_panel=_MODEL,
+        rich_help_panel="Model",
         help="The model: a name, a file, a folder or ORG/REPO[:QUANT].",
         autocompletion=complete_model,
     ),
@@ -32,26 +63,8 @@ HubOption = Annotated[
         "-hf",
         "-hfr",
         metavar="ORG/REPO[:QUANT]",
-        rich_help_panel=_MODEL,
+        rich_help_panel="Model",
         help="MODEL from the hub.",
-    ),
-]
-HostOption = Annotated[
-    str | None, typer.Option(rich_help_panel=_SERVER, help="Address to listen on.")
-]
-PortOption = Annotated[
-    int | None,
-    typer.Option(rich_help_panel=_SERVER, help="Port to listen on; 0: any free one."),
-]
-NameOption = Annotated[
-    str | None,
-    typer.Option(
-        "--name",
-        "--served-model-name",
-        "--alias",
-        "-a",
-        rich_help_panel=_MODEL,
-        help="Model id that clients use.",
     ),
 ]
 OptionsOption = Annotated[
@@ -59,7 +72,7 @@ OptionsOption = Annotated[
     typer.Option(
         "--option",
         metavar="NAME=VALUE",
-        rich_help_panel=_MODEL,
+        rich_help_panel="Model",
         help="Option of a backend other than our own, such as python=/opt/vllm/bin/python;"
         " can be repeated.",
     ),
@@ -70,250 +83,68 @@ LoraOption = Annotated[
         "--lora",
         "--lora-modules",
         metavar="NAME=PATH",
-        rich_help_panel=_MODEL,
+        rich_help_panel="Model",
         help="LoRA adapter that clients call NAME: a PEFT folder, a GGUF file, or an address"
         " (hf:ORG/REPO); can be repeated.",
-    ),
-]
-DraftModelOption = Annotated[
-    str | None,
-    typer.Option(
-        "--draft-model",
-        "--model-draft",
-        "-md",
-        "--speculative-model",
-        "--speculative-draft-model-path",
-        rich_help_panel=_MODEL,
-        help="Small model with the same vocabulary that guesses tokens, which MODEL verifies.",
-        autocompletion=complete_model,
-    ),
-]
-MaxSequenceLengthOption = Annotated[
-    int | None,
-    typer.Option(
-        "--max-sequence-length",
-        "--max-model-len",
-        "--context-length",
-        "--ctx-size",
-        "-c",
-        rich_help_panel=_MODEL,
-        help="Context in tokens; default: the model's.",
-    ),
-]
-BatchSizeOption = Annotated[
-    int | None,
-    typer.Option(
-        "--batch-size",
-        "--max-num-seqs",
-        "--max-running-requests",
-        "--parallel",
-        "-np",
-        rich_help_panel=_MEMORY,
-        help="Most sequences computed in one step.",
-    ),
-]
-FrontendsOption = Annotated[
-    str | None,
-    typer.Option(
-        "--frontends",
-        "--api-server-count",
-        metavar="NUMBER",
-        rich_help_panel=_MEMORY,
-        help="Frontend processes, or `auto`: several if the engine runs on a GPU.",
-    ),
-]
-MaxBatchTokensOption = Annotated[
-    int | None,
-    typer.Option(
-        "--max-batch-tokens",
-        "--max-num-batched-tokens",
-        rich_help_panel=_MEMORY,
-        help="Most tokens computed in one step.",
-    ),
-]
-MemoryPoolSizeOption = Annotated[
-    int | None,
-    typer.Option(
-        rich_help_panel=_MEMORY, help="KV cache in MiB; default: planned from free memory."
-    ),
-]
-GpuMemoryOption = Annotated[
-    float | None,
-    typer.Option(
-        "--gpu-memory-utilization",
-        "--mem-fraction-static",
-        rich_help_panel=_MEMORY,
-        help="Share of the GPU's free memory to use; default: 0.9.",
-    ),
-]
-TensorParallelOption = Annotated[
-    int | None,
-    typer.Option(
-        "--tensor-parallel-size",
-        "-tp",
-        "--tp-size",
-        "--tp",
-        rich_help_panel=_MEMORY,
-        help="Ranks that share each layer: one GPU each, or a process on CPUs.",
-    ),
-]
-PipelineParallelOption = Annotated[
-    int | None,
-    typer.Option(
-        "--pipeline-parallel-size",
-        "-pp",
-        "--pp-size",
-        rich_help_panel=_MEMORY,
-        help="Stages that the layers are divided into.",
-    ),
-]
-CacheOption = Annotated[
-    bool | None,
-    typer.Option(
-        "--cache/--no-cache",
-        "--enable-prefix-caching/--no-enable-prefix-caching",
-        rich_help_panel=_MEMORY,
-        help="Share common prefixes.",
-    ),
-]
-ThreadsOption = Annotated[
-    int | None,
-    typer.Option("--threads", "-t", rich_help_panel=_MEMORY, help="CPU threads for the model."),
-]
-AffinityOption = Annotated[
-    str | None,
-    typer.Option(
-        rich_help_panel=_MEMORY,
-        help="CPUs to bind the native threads to: auto, off or 0-3,8.",
-    ),
-]
-NumericsOption = Annotated[
-    str | None,
-    typer.Option(
-        rich_help_panel=_MEMORY,
-        help="invariant: answers never depend on other requests; fast: they may; auto: invariant"
-        " on the native backend.",
-    ),
-]
-QuantizationOption = Annotated[
-    str | None,
-    typer.Option(
-        "--quantization",
-        "-q",
-        rich_help_panel=_MODEL,
-        help="Weights as fp8 or int8, on a GPU; auto: as they are stored.",
-    ),
-]
-KvDtypeOption = Annotated[
-    str | None,
-    typer.Option(
-        "--kv-dtype",
-        "--kv-cache-dtype",
-        rich_help_panel=_MEMORY,
-        help="Keys and values as auto, float32, bfloat16, int8 (CPU) or fp8 (GPU).",
-    ),
-]
-RoleOption = Annotated[
-    str | None,
-    typer.Option(
-        "--role",
-        rich_help_panel=_MEMORY,
-        help="prefill: compute long prompts for decode nodes; decode: fetch these; both: all work.",
     ),
 ]
 ApiKeyOption = Annotated[
     str | None,
     typer.Option(
         "--api-key",
-        rich_help_panel=_SERVER,
+        rich_help_panel="Server",
         help="The API key. Other users of this machine can see it; prefer --api-key-file.",
     ),
 ]
-InsecureNoAuthOption = Annotated[
-    bool | None,
-    typer.Option(
-        "--insecure-no-auth", rich_help_panel=_SERVER, help="Serve other machines without a key."
-    ),
-]
-StrictOption = Annotated[
-    bool | None,
-    typer.Option(
-        "--strict",
-        rich_help_panel=_SERVER,
-        help="Refuse what would be emulated or clamped, with 400.",
-    ),
-]
-UiOption = Annotated[
-    bool | None,
-    typer.Option(
-        "--ui/--no-ui",
-        "--webui/--no-webui",
-        rich_help_panel=_SERVER,
-        help="Serve the web page at /.",
-    ),
-]
-StoragePathOption = Annotated[
-    Path | None,
-    typer.Option(rich_help_panel=_SERVER, help="Directory of stored responses, files and batches."),
-]
-LogLevelOption = Annotated[
-    str | None, typer.Option(rich_help_panel=_LOGS, help="debug, info, warning or error.")
-]
-LogFormatOption = Annotated[str | None, typer.Option(rich_help_panel=_LOGS, help="pretty or json.")]
-
-# The options that concern the engine, by the names of their settings.
-ENGINE_OPTIONS: dict[str, Any] = {
-    "model.draft_model": DraftModelOption,
-    "model.backend": BackendOption,
-    "model.device": DeviceOption,
-    "model.dtype": DtypeOption,
-    "model.max_sequence_length": MaxSequenceLengthOption,
-    "model.quantization": QuantizationOption,
-    "performance.batch_size": BatchSizeOption,
-    "performance.max_batch_tokens": MaxBatchTokensOption,
-    "performance.memory_pool_size_mb": MemoryPoolSizeOption,
-    "performance.gpu_memory_utilization": GpuMemoryOption,
-    "performance.tensor_parallel_size": TensorParallelOption,
-    "performance.pipeline_parallel_size": PipelineParallelOption,
-    "cache.enabled": CacheOption,
-    "performance.threads": ThreadsOption,
-    "performance.affinity": AffinityOption,
-    "performance.numerics": NumericsOption,
-    "cache.kv_dtype": KvDtypeOption,
-    "nodes.role": RoleOption,
-    "logging.level": LogLevelOption,
-    "logging.format": LogFormatOption,
-}
-# The names of parameters that differ from those of their settings.
-_RENAMED = {
-    "cache.enabled": "cache",
-    "logging.level": "log_level",
-    "logging.format": "log_format",
-}
 
 
-def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options that concern the engine. Its parameter `engine` gets them as a
-    dict, by the names of their settings.
+def with_flags(keys: Iterable[str]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the flags of these settings. Its parameter `flags` gets their values as a
+    dict, by the names of the settings. The value of a flag that is not given is None.
     """
-    names = {key: _RENAMED.get(key, key.partition(".")[2]) for key in ENGINE_OPTIONS}
-    shared = [
+    names = {flag_name(key).removeprefix("--").replace("-", "_"): key for key in keys}
+    added = [
         inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=ENGINE_OPTIONS[key]
+            name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_option(key)
         )
-        for key, name in names.items()
+        for name, key in names.items()
     ]
 
-    @functools.wraps(command)
-    def with_shared(**given: Any) -> None:
-        engine = {key: given.pop(name) for key, name in names.items()}
-        command(**given, engine=engine)
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def with_added(**given: Any) -> None:
+            flags = {key: given.pop(name) for name, key in names.items()}
+            command(**given, flags=flags)
 
-    own = [
-        each.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-        for name, each in inspect.signature(command).parameters.items()
-        if name != "engine"
-    ]
-    with_shared.__signature__ = inspect.Signature([*own, *shared])  # type: ignore[attr-defined]
-    with_shared.__annotations__ = {each.name: each.annotation for each in (*own, *shared)}
-    return with_shared
+        own = [
+            each.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            for name, each in inspect.signature(command).parameters.items()
+            if name != "flags"
+        ]
+        with_added.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
+        with_added.__annotations__ = {each.name: each.annotation for each in (*own, *added)}
+        return with_added
+
+    return decorate
+
+
+def _option(key: str) -> Any:
+    """The type and the `typer.Option` of a setting's flag."""
+    if key in _SHARED:
+        return _SHARED[key]
+    flag = setting_flags()[key]
+    option = typer.Option(
+        *(flag.names.split() or [flag_name(key)]),
+        metavar=flag.metavar,
+        rich_help_panel=flag.heading or _HEADINGS[key.partition(".")[0]],
+        help=flag.help,
+        autocompletion=complete_model if flag.is_model else None,
+    )
+    return Annotated[_plain(setting_fields()[key].annotation) | None, option]
+
+
+def _plain(annotation: Any) -> Any:
+    """The type of a flag's value. The settings check what the parser of flags can't."""
+    kinds = [each for each in get_args(annotation) if each is not type(None)] or [annotation]
+    kind = get_args(kinds[0])[0] if hasattr(kinds[0], "__metadata__") else kinds[0]
+    return kind if len(kinds) == 1 and kind in (bool, int, float, Path) else str

@@ -8,6 +8,7 @@ and on the files that they name.
 """
 
 import ipaddress
+import re
 import stat
 import tempfile
 import tomllib
@@ -20,6 +21,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from engine.core.config_schema import (
+    ALIASES,
     NO_TABLES,
     SECRET_KEYS,
     SECTIONS,
@@ -27,6 +29,7 @@ from engine.core.config_schema import (
     NamedTables,
     ServerSettings,
     Settings,
+    setting_flags,
     setting_keys,
 )
 from engine.core.errors import ConfigError
@@ -52,16 +55,8 @@ SHORT_VARIABLES = {
     "LLM_ENGINE_LOG_LEVEL": "logging.level",
 }
 
-# Setting -> its command-line flag, for settings whose flag is not derived from the key.
-_FLAGS = {
-    "model.model_path": "MODEL",
-    "model.options": "--option",
-    "model.adapters": "--lora",
-    "cache.enabled": "--cache",
-    "storage.path": "--storage-path",
-    "logging.level": "--log-level",
-    "logging.format": "--log-format",
-}
+# Setting -> its command-line flag, for settings whose flags do not follow from the schema.
+_FLAGS = {"model.model_path": "MODEL", "model.options": "--option", "model.adapters": "--lora"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,12 +223,18 @@ def _check_storage(directory: Path) -> None:
 
 def variable_names() -> dict[str, str]:
     """Environment variable -> the `section.key` that it sets, for all settings."""
-    systematic = {ENV_PREFIX + key.replace(".", "__").upper(): key for key in setting_keys()}
-    return SHORT_VARIABLES | systematic
+    return SHORT_VARIABLES | {_variable(key): key for key in setting_keys()}
+
+
+def _variable(key: str) -> str:
+    return ENV_PREFIX + key.replace(".", "__").upper()
 
 
 def flag_name(key: str) -> str:
     """The command-line flag of a setting, for example `--port` for `server.port`."""
+    flag = setting_flags().get(key)
+    if flag is not None and flag.names:
+        return re.split("[ /]", flag.names, maxsplit=1)[0]
     return _FLAGS.get(key) or "--" + key.split(".")[1].replace("_", "-")
 
 
@@ -294,12 +295,12 @@ def _from_toml(content: Mapping[str, Any], path: Path) -> _Layer:
                     f" put it in a file of its own and name that in {key}_file",
                     param=key,
                 )
-            layer[key] = _Value(value, str(path))
+            _add(layer, key, _Value(value, str(path)), f"{key} in {path}")
     return layer
 
 
 def _from_environ(environ: Mapping[str, str]) -> _Layer:
-    names = variable_names()
+    names = variable_names() | {_variable(old): key for old, key in ALIASES.items()}
     layer: _Layer = {}
     for variable in sorted(environ):
         if not variable.startswith(ENV_PREFIX) or variable == CONFIG_VARIABLE:
@@ -311,12 +312,16 @@ def _from_environ(environ: Mapping[str, str]) -> _Layer:
             )
         if not environ[variable]:  # container tools pass unset variables as empty ones
             continue
-        if key in layer:
-            raise ConfigError(
-                f"{layer[key].origin} and {variable} both set {key}: keep one of them"
-            )
-        layer[key] = _Value(environ[variable], variable)
+        _add(layer, key, _Value(environ[variable], variable), variable)
     return layer
+
+
+def _add(layer: _Layer, key: str, item: _Value, name: str) -> None:
+    """Add a value, which its source calls `name`. `key` may be an earlier name of the setting."""
+    key = ALIASES.get(key, key)
+    if key in layer:
+        raise ConfigError(f"{layer[key].origin} and {name} both set {key}: keep one of them")
+    layer[key] = item
 
 
 def _from_flags(overrides: Mapping[str, Any]) -> _Layer:
@@ -329,7 +334,8 @@ def _from_flags(overrides: Mapping[str, Any]) -> _Layer:
                 f" use an environment variable, or put it in a file and name that in {key}_file",
                 param=key,
             )
-        layer[key] = _Value(value, flag_name(key))
+        flag = flag_name(ALIASES.get(key, key))
+        _add(layer, key, _Value(value, flag), flag)
     return layer
 
 
@@ -354,7 +360,7 @@ def _read_secret_files(layer: _Layer) -> None:
 
 def _check_known(key: str, complaint: str) -> None:
     keys = setting_keys()
-    if key not in keys:
+    if key not in keys and key not in ALIASES:
         raise ConfigError(complaint + suggest(key, keys))
 
 

@@ -1,14 +1,17 @@
-"""Defines every setting, with its section, type, bounds and default.
+"""Defines every setting, with its section, type, bounds, default and flag.
 
 A key has the same name everywhere: `[server] port` in TOML, `LLM_ENGINE_SERVER__PORT` in the
-environment, `--port` on the command line. Sizes in `_mb` are MiB. Settings are frozen: nothing
-changes them after loading. The sentence below a field is its line in docs/reference/settings.md.
+environment, `--port` on the command line. All of these follow from the field and its `Flag`. An
+engine option of the same name gets the setting's value (`backends/custom/engine_settings.py`).
+Sizes in `_mb` are MiB. Settings are frozen: nothing changes them after loading. The sentence below
+a field is its line in docs/reference/settings.md.
 """
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import msgspec
 from pydantic import (
@@ -21,6 +24,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 
 from engine.core.config_storage import (
     FinetuningSettings,
@@ -30,6 +34,7 @@ from engine.core.config_storage import (
 )
 from engine.core.config_types import (
     Dialects,
+    Flag,
     Frontends,
     Megabytes,
     Name,
@@ -56,9 +61,13 @@ RESERVED_PATHS = ("/v1", "/health", "/livez", "/readyz", "/generate", "/api", "/
 
 
 class ServerSettings(Section):
-    host: str = Field(default="127.0.0.1", min_length=1, max_length=253)
+    host: Annotated[str, Flag("Address to listen on.")] = Field(
+        default="127.0.0.1", min_length=1, max_length=253
+    )
     """Address to listen on; anything but loopback needs an API key."""
-    port: int = Field(default=8080, ge=0, le=65535)
+    port: Annotated[int, Flag("Port to listen on; 0: any free one.")] = Field(
+        default=8080, ge=0, le=65535
+    )
     """Port to listen on; 0 takes any free port."""
     probe_port: int | None = Field(default=None, ge=0, le=65535)
     """Second port that serves the probes alone, from a thread with its own event loop."""
@@ -82,11 +91,19 @@ class ServerSettings(Section):
     """Certificate chain in PEM format; if set, the server speaks HTTPS only."""
     tls_key_file: Path | None = None
     """Private key of `server.tls_cert_file`."""
-    insecure_no_auth: bool = False
+    insecure_no_auth: Annotated[bool, Flag("Serve other machines without a key.")] = False
     """Allow other machines to reach the server without a key."""
     max_concurrent_requests: int = Field(default=8192, ge=1, le=65536)
     """Requests admitted at once; the server answers 429 beyond that."""
-    frontends: Frontends = "auto"
+    frontends: Annotated[
+        Frontends,
+        Flag(
+            "Frontend processes, or `auto`: several if the engine runs on a GPU.",
+            "--frontends --api-server-count",
+            heading="Memory and speed",
+            metavar="NUMBER",
+        ),
+    ] = "auto"
     """Frontend processes. More than one helps only on a GPU; `auto` has three there."""
     body_limit_mb: int = Field(default=8, ge=1, le=1024)
     """Max size of a request body in MiB."""
@@ -96,7 +113,7 @@ class ServerSettings(Section):
     """Max duration of a request; it is aborted then."""
     queue_timeout_s: float = Field(default=60.0, gt=0, le=86400)
     """Max time that a request waits for its first step; it is refused then."""
-    survive: bool = True
+    resume_requests: bool = True
     """If the engine process dies, open requests continue in a new one, and new requests wait."""
     max_revivals: int = Field(default=8, ge=1, le=1000)
     """How often one request continues after a death before it ends with an error."""
@@ -112,7 +129,7 @@ class ServerSettings(Section):
     """Memory of all models in MiB; beyond it the least recently used model is unloaded."""
     idle_unload_s: float | None = Field(default=None, gt=0, le=10**9)
     """Unload a model after this time without a request; the next request loads it again."""
-    ui: bool = True
+    ui: Annotated[bool, Flag("Serve the web page at /.", "--ui/--no-ui --webui/--no-webui")] = True
     """Serve the web page at `/`; if keys are set, the page asks its user for one."""
     dialects: Dialects = ("llamacpp", "vllm", "sglang", "ollama", "azure", "kserve")
     """APIs of other servers that are served besides our own; an empty list serves none of them."""
@@ -122,7 +139,7 @@ class ServerSettings(Section):
     """Max number of alternatives per token that a request may ask for; -1: the vocabulary."""
     root_path: str = Field(default="", pattern=r"^(/[A-Za-z0-9._~-]{1,64}){0,8}$")
     """Prefix of all paths behind a proxy, such as `/llm`; paths without it are served too."""
-    strict: bool = False
+    strict: Annotated[bool, Flag("Refuse what would be emulated or clamped, with 400.")] = False
     """Refuse a parameter that would be emulated or clamped, instead of warning."""
     moderation_model: str | None = Field(default=None, min_length=1, max_length=256)
     """Chat model of this server that rates texts; unset, `/v1/moderations` is refused."""
@@ -142,9 +159,18 @@ class ServerSettings(Section):
 class ModelSettings(Section):
     model_path: str = Field(default="smollm2-135m-instruct", min_length=1, max_length=4096)
     """Model to serve: a catalogue name, a file or a directory."""
-    name: str | None = Field(default=None, min_length=1, max_length=256)
+    name: Annotated[
+        str | None, Flag("Model id that clients use.", "--name --served-model-name --alias -a")
+    ] = Field(default=None, min_length=1, max_length=256)
     """Model id that clients use; unset, it follows from `model.model_path`."""
-    draft_model: str | None = Field(default=None, min_length=1, max_length=4096)
+    draft_model: Annotated[
+        str | None,
+        Flag(
+            "Small model with the same vocabulary that guesses tokens, which MODEL verifies.",
+            "--draft-model --model-draft -md --speculative-model --speculative-draft-model-path",
+            is_model=True,
+        ),
+    ] = Field(default=None, min_length=1, max_length=4096)
     """Small model with the same vocabulary that guesses tokens for it (see speculation.md)."""
     backend: Name = "auto"
     """Backend that runs the model, such as `native`, `torch`, `jax` or `vllm`."""
@@ -162,14 +188,29 @@ class ModelSettings(Section):
     """Device that computes, such as `cpu`, `cuda:1` or `cuda:0-3`."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of activations and of weights that are not quantized."""
-    quantization: Literal["auto", "fp8", "int8"] = "auto"
+    quantization: Annotated[
+        Literal["auto", "fp8", "int8"],
+        Flag("Weights as fp8 or int8, on a GPU; auto: as they are stored.", "--quantization -q"),
+    ] = "auto"
     """Quantize weights at load, on a GPU; `auto` keeps the stored type."""
-    max_sequence_length: int | None = Field(default=None, ge=16, le=2**24)
+    max_sequence_length: Annotated[
+        int | None,
+        Flag(
+            "Context in tokens; default: the model's.",
+            "--max-sequence-length --max-model-len --context-length --ctx-size -c",
+        ),
+    ] = Field(default=None, ge=16, le=2**24)
     """Context in tokens; unset, it is the model's own."""
 
 
 class CacheSettings(Section):
-    enabled: bool = True
+    enabled: Annotated[
+        bool,
+        Flag(
+            "Share common prefixes.",
+            "--cache/--no-cache --enable-prefix-caching/--no-enable-prefix-caching",
+        ),
+    ] = True
     """Share common prefixes between requests through the radix tree."""
     max_size_mb: Megabytes | None = None
     """Max MiB of the KV pool that finished prefixes keep; unset, as much as later prompts use."""
@@ -181,34 +222,74 @@ class CacheSettings(Section):
     """File of prompts that are prefilled into the cache when the model is ready."""
     ttl_seconds: float | None = Field(default=None, gt=0, le=10**9)
     """Age at which an unused cached prefix expires; unset, never."""
-    kv_dtype: Literal["auto", "float32", "bfloat16", "int8", "fp8"] = "auto"
+    kv_dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "int8", "fp8"],
+        Flag(
+            "Keys and values as auto, float32, bfloat16, int8 (CPU) or fp8 (GPU).",
+            "--kv-dtype --kv-cache-dtype",
+        ),
+    ] = "auto"
     """Type of cached keys and values; int8 only on a CPU, fp8 only on a GPU."""
     block_size: Annotated[int, AfterValidator(check_power_of_two)] = Field(default=16, ge=1, le=256)
     """Tokens per KV block; a power of two."""
 
 
 class PerformanceSettings(Section):
-    batch_size: int | None = Field(default=None, ge=1, le=4096)
+    batch_size: Annotated[
+        int | None,
+        Flag(
+            "Most sequences computed in one step.",
+            "--batch-size --max-num-seqs --max-running-requests --parallel -np",
+        ),
+    ] = Field(default=None, ge=1, le=4096)
     """Max sequences in one step; unset, it is chosen for the device."""
-    max_batch_tokens: int | None = Field(default=None, ge=1, le=2**20)
+    max_batch_tokens: Annotated[
+        int | None,
+        Flag("Most tokens computed in one step.", "--max-batch-tokens --max-num-batched-tokens"),
+    ] = Field(default=None, ge=1, le=2**20)
     """Max tokens in one step; at least `performance.batch_size`; unset, chosen for the device."""
     max_queued_requests: int = Field(default=8192, ge=1, le=10**6)
     """Max sequences that wait in an engine; requests beyond are refused."""
-    memory_pool_size_mb: Megabytes | None = None
+    memory_pool_size_mb: Annotated[
+        Megabytes | None, Flag("KV cache in MiB; default: planned from free memory.")
+    ] = None
     """Size of the KV pool in MiB; unset, it is planned from free memory."""
-    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
+    gpu_memory_utilization: Annotated[
+        float,
+        Flag(
+            "Share of the GPU's free memory to use; default: 0.9.",
+            "--gpu-memory-utilization --mem-fraction-static",
+        ),
+    ] = Field(default=0.9, gt=0, le=1)
     """Share of the GPU memory that is free at the start, for weights and KV pool."""
-    tensor_parallel_size: int = Field(default=1, ge=1, le=1024)
+    tensor_parallel_size: Annotated[
+        int,
+        Flag(
+            "Ranks that share each layer: one GPU each, or a process on CPUs.",
+            "--tensor-parallel-size -tp --tp-size --tp",
+        ),
+    ] = Field(default=1, ge=1, le=1024)
     """Ranks that share each layer, one GPU or CPU process each; needs the torch backend."""
-    pipeline_parallel_size: int = Field(default=1, ge=1, le=1024)
+    pipeline_parallel_size: Annotated[
+        int,
+        Flag("Stages that the layers are divided into.", "--pipeline-parallel-size -pp --pp-size"),
+    ] = Field(default=1, ge=1, le=1024)
     """Stages that the layers are divided into, each with `tensor_parallel_size` ranks."""
     use_mmap: bool = True
     """Map model files instead of reading them into memory."""
-    threads: int | None = Field(default=None, ge=1, le=1024)
+    threads: Annotated[int | None, Flag("CPU threads for the model.", "--threads -t")] = Field(
+        default=None, ge=1, le=1024
+    )
     """CPU threads of the model; unset, the framework chooses."""
     attention: Name = "auto"
     """Attention kernel, by the name that the framework's registry has for it."""
-    numerics: Literal["auto", "invariant", "fast"] = "auto"
+    numerics: Annotated[
+        Literal["auto", "invariant", "fast"],
+        Flag(
+            "invariant: answers never depend on other requests; fast: they may; auto: invariant"
+            " on the native backend."
+        ),
+    ] = "auto"
     """`invariant`: rounding never depends on the batch; `fast`: it may; `auto`: see numerics.md."""
     speculation: Literal["auto", "on", "off"] = "auto"
     """Guess tokens and verify several in one step. `auto`: only if the output can't change."""
@@ -218,8 +299,12 @@ class PerformanceSettings(Section):
     """Max rank of a LoRA adapter."""
     adapter_memory_mb: Megabytes = 1024
     """Host memory for LoRA adapters in MiB; the least recently used are read again when needed."""
-    affinity: str = Field(
-        default="auto", pattern=r"^(auto|off|[0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*)$", max_length=256
+    affinity: Annotated[str, Flag("CPUs to bind the native threads to: auto, off or 0-3,8.")] = (
+        Field(
+            default="auto",
+            pattern=r"^(auto|off|[0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*)$",
+            max_length=256,
+        )
     )
     """CPUs that native kernel threads are bound to: `auto`, `off` or a list such as `0-3,8`."""
 
@@ -234,11 +319,13 @@ class PerformanceSettings(Section):
 
 
 class LoggingSettings(Section):
-    level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(lowercase)] = (
-        "info"
-    )
+    level: Annotated[
+        Literal["debug", "info", "warning", "error"],
+        BeforeValidator(lowercase),
+        Flag("debug, info, warning or error.", "--log-level"),
+    ] = "info"
     """Lowest level that is logged."""
-    format: Literal["pretty", "json"] = "pretty"
+    format: Annotated[Literal["pretty", "json"], Flag("pretty or json.", "--log-format")] = "pretty"
     """Log for a terminal, or one JSON object per line."""
     log_requests: bool = True
     """Log one line per request, without its text."""
@@ -351,14 +438,35 @@ class Settings(BaseModel):
 SECTIONS = tuple(name for name in Settings.model_fields if name != "tables")
 
 
+# Earlier names of settings, which are still read.
+ALIASES = {"server.survive": "server.resume_requests"}
+
+
+@functools.cache
+def setting_fields() -> Mapping[str, FieldInfo]:
+    """The field of every setting by its `section.key`, in the order of definition."""
+    kinds: dict[str, type[Section]] = get_type_hints(Settings)
+    return {
+        f"{section}.{key}": field
+        for section in SECTIONS
+        for key, field in kinds[section].model_fields.items()
+    }
+
+
 def setting_keys() -> list[str]:
     """The `section.key` of every setting, in the order of definition."""
-    defaults = Settings()
-    return [
-        f"{section}.{key}"
-        for section in SECTIONS
-        for key in type(getattr(defaults, section)).model_fields
-    ]
+    return list(setting_fields())
+
+
+@functools.cache
+def setting_flags() -> Mapping[str, Flag]:
+    """The flags of `engine serve` that follow from settings, by the `section.key`."""
+    return {
+        key: each
+        for key, field in setting_fields().items()
+        for each in field.metadata
+        if isinstance(each, Flag)
+    }
 
 
 # Settings that hold a secret. They are refused on the command line, which other users of the

@@ -4,10 +4,11 @@ The sentence below a field is its line in docs/reference/settings.md.
 """
 
 from pathlib import Path
+from typing import Annotated
 
 from pydantic import Field
 
-from engine.core.config_types import Megabytes, Section
+from engine.core.config_types import Flag, Megabytes, Section
 from engine.core.folders import data_directory
 
 
@@ -16,7 +17,9 @@ class StorageSettings(Section):
     chat completions, files, batches.
     """
 
-    path: Path | None = None
+    path: Annotated[
+        Path | None, Flag("Directory of stored responses, files and batches.", "--storage-path")
+    ] = None
     """Storage directory; unset, `engine` in the user's data directory."""
     response_ttl_s: float = Field(default=30 * 86400.0, gt=0, le=10**9)
     """Seconds after its last use when a response, conversation or chat completion is deleted."""

@@ -2,6 +2,7 @@
 
 import re
 import tomllib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,6 +18,19 @@ from pydantic import (
 )
 
 MAX_SECRET_LENGTH = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """Marks a setting that is also a flag of `engine serve`."""
+
+    help: str
+    # The names of the flag. The names after the first one are those of vLLM, SGLang or llama.cpp.
+    # Empty: the only name is that of the setting.
+    names: str = ""
+    heading: str = ""  # in the help; empty: the heading of the setting's section
+    metavar: str | None = None
+    is_model: bool = False  # tab completion offers names of models
 
 
 def _split_commas(value: Any) -> Any:
@@ -152,7 +166,12 @@ class ShardSettings(Section):
 class NodeSettings(Section):
     """What an engine that works for a server does there, and how blocks get from node to node."""
 
-    role: Literal["both", "prefill", "decode"] = "both"
+    role: Annotated[
+        Literal["both", "prefill", "decode"],
+        Flag(
+            "prefill: compute long prompts for decode nodes; decode: fetch these; both: all work."
+        ),
+    ] = "both"
     """`prefill`: compute prompts for decode nodes; `decode`: fetch these; `both`: all work."""
     min_prefill_tokens: int | None = Field(default=None, ge=1, le=2**24)
     """Prompts with fewer new tokens skip prefill nodes; unset, it is found by measuring."""

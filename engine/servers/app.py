@@ -268,7 +268,7 @@ def _nodes(services: Services) -> "NodeManager | None":
     from engine.routing.metrics import PrefillCollector
     from engine.routing.nodes.manager import NodeManager
 
-    max_revivals = server.max_revivals if server.survive else 0
+    max_revivals = server.max_revivals if server.resume_requests else 0
     least = settings.nodes.min_prefill_tokens
     nodes = NodeManager(services.holder, token.get_secret_value(), max_revivals, least)
     services.metrics.registry.register(PrefillCollector(lambda: nodes.prefills))

@@ -5,6 +5,7 @@ its runner. The memory plan of the model leaves room for it.
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -28,6 +29,8 @@ MAX_SLOTS = 16
 STEP_TOKENS = 2048  # max tokens per step of the draft model
 # The KV cache of the draft model takes at most this share of the memory that weights leave free.
 POOL_SHARE = 0.05
+# Options of the model that do not concern the draft model.
+_PLAIN: dict[str, Any] = {"kv_dtype": "auto", "numerics": "auto", "quantization": "auto"}
 MIN_TOKENS = 128  # with a smaller KV cache, the draft model would be of no use
 
 
@@ -70,9 +73,7 @@ class DraftPlan:
             max_slots=self.max_slots,
             max_seq_len=self.max_seq_len,
             max_batch_tokens=min(config.max_batch_tokens, STEP_TOKENS),
-            kv_dtype="auto",
-            numerics="auto",
-            quantization="auto",
+            **_PLAIN,
         )
         model = DraftModel(
             framework_entry(framework).build_runner(self.source, own), own.max_batch_tokens
@@ -92,8 +93,7 @@ def plan_draft(source: ModelSource, options: EngineOptions) -> DraftPlan:
     check_vocabulary(Path(options.model_path), path)
     framework = framework_entry(options.framework)
     device: DeviceInfo = framework.find_device(options.device, options.dtype)
-    plain = {"numerics": "auto", "quantization": "auto", "kv_dtype": "auto"}
-    needs = framework.memory_needs(draft, msgspec.structs.replace(options, **plain), device)
+    needs = framework.memory_needs(draft, msgspec.structs.replace(options, **_PLAIN), device)
     weight_bytes, token_bytes = needs.weight_bytes, needs.token_bytes
     free_bytes = device.free_bytes - weight_bytes
     free_bytes -= framework.memory_needs(source, options, device).weight_bytes

@@ -1,8 +1,10 @@
 """Loads a model's weights into a runner, within the memory plan."""
 
 import logging
-from dataclasses import replace
+from dataclasses import fields, replace
 from math import prod
+
+import msgspec
 
 from engine.core.errors import ConfigError, ResourceError
 from engine.core.memory import MIB, memory_room
@@ -173,25 +175,21 @@ def log_plan(device: DeviceInfo, plan: MemoryPlan, num_ranks: int = 1) -> None:
 
 
 def runner_config(options: EngineOptions, device: DeviceInfo, plan: MemoryPlan) -> RunnerConfig:
-    return RunnerConfig(
-        device=device.name,
-        dtype=device.dtype,
-        block_size=options.block_size,
-        num_blocks=plan.num_blocks,
-        num_window_blocks=plan.num_window_blocks,
-        num_checkpoints=plan.num_checkpoints,
-        max_slots=plan.max_slots,
-        max_seq_len=plan.max_seq_len,
-        num_threads=options.threads,
-        attention=options.attention,
-        max_batch_tokens=options.max_batch_tokens,
-        kv_dtype=options.kv_dtype,
-        numerics=options.numerics,
-        affinity=options.affinity,
-        quantization=options.quantization,
-        tensor_parallel=options.tensor_parallel_size,
-        pipeline_parallel=options.pipeline_parallel_size,
-        remote_ranks=options.remote_ranks,
-        shard_listen=options.shard_listen,
-        shard_token=options.shard_token,
-    )
+    """The config of a runner. What is not found or planned has the value of the option of its
+    name.
+    """
+    names = {field.name for field in fields(RunnerConfig)}
+    given = {name: each for name, each in msgspec.structs.asdict(options).items() if name in names}
+    given |= {
+        "device": device.name,
+        "dtype": device.dtype,
+        "num_blocks": plan.num_blocks,
+        "num_window_blocks": plan.num_window_blocks,
+        "num_checkpoints": plan.num_checkpoints,
+        "max_slots": plan.max_slots,
+        "max_seq_len": plan.max_seq_len,
+        "num_threads": options.threads,
+        "tensor_parallel": options.tensor_parallel_size,
+        "pipeline_parallel": options.pipeline_parallel_size,
+    }
+    return RunnerConfig(**given)

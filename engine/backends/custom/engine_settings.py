@@ -56,53 +56,49 @@ def _has_gpu() -> bool:
 
 
 def engine_options(settings: Settings, framework: str, path: Path | None = None) -> EngineOptions:
-    """The engine options from the settings. `path`, if given, replaces the model path there."""
+    """The engine options from the settings. `path`, if given, replaces the model path there.
+
+    An option that has the name of a setting of its model, cache, performance or shards has the
+    setting's value. Only options with another name, unit or type are listed here.
+    """
     cache, performance, model = settings.cache, settings.performance, settings.model
     shards, tuning = settings.shards, settings.finetuning
-    pool_mb = performance.memory_pool_size_mb
-    return EngineOptions(
-        model_path=str(path or model.model_path),
-        framework=framework,
-        device=model.device,
-        dtype=model.dtype,
-        quantization=model.quantization,
-        max_seq_len=model.max_sequence_length,
-        use_mmap=performance.use_mmap,
-        threads=performance.threads,
-        attention=performance.attention,
-        numerics=performance.numerics,
-        affinity=performance.affinity,
-        kv_dtype=cache.kv_dtype,
-        speculation=performance.speculation,
-        draft_model=model.draft_model or "",
-        max_slots=performance.batch_size or 0,
-        max_batch_tokens=performance.max_batch_tokens or 0,
-        max_queued=performance.max_queued_requests,
-        max_revivals=settings.server.max_revivals if settings.server.survive else 0,
-        pool_bytes=pool_mb * 2**20 if pool_mb is not None else None,
-        gpu_memory_utilization=performance.gpu_memory_utilization,
-        training_device="" if tuning.device == "cpu" else tuning.device,
-        training_bytes=None if tuning.memory_mb is None else tuning.memory_mb * MIB,
-        tensor_parallel_size=performance.tensor_parallel_size,
-        pipeline_parallel_size=performance.pipeline_parallel_size,
-        remote_ranks=shards.remote_ranks,
-        shard_listen=shards.listen or "",
-        shard_token=shards.token.get_secret_value() if shards.token is not None else "",
-        block_size=cache.block_size,
-        cache_enabled=cache.enabled,
-        cache_bytes=cache.max_size_mb * 2**20 if cache.max_size_mb is not None else None,
-        cache_max_sequences=cache.max_sequences,
-        cache_ttl_s=cache.ttl_seconds,
-        eviction_policy=cache.eviction_policy,
-        tiers=tier_options(settings.tiers),
-        peers=_peer_options(settings),
-        adapters=_adapters(settings),
-        max_adapters=performance.max_adapters,
-        max_adapter_rank=performance.max_adapter_rank,
-        adapter_bytes=performance.adapter_memory_mb * MIB,
-        log_level=settings.logging.level,
-        log_format=settings.logging.format,
-    )
+    options = {
+        name: value
+        for section in (model, cache, performance, shards)
+        for name, value in section
+        if name in EngineOptions.__struct_fields__
+    }
+    options |= {
+        "model_path": str(path or model.model_path),
+        "framework": framework,
+        "max_seq_len": model.max_sequence_length,
+        "draft_model": model.draft_model or "",
+        "max_slots": performance.batch_size or 0,
+        "max_batch_tokens": performance.max_batch_tokens or 0,
+        "max_queued": performance.max_queued_requests,
+        "max_revivals": settings.server.max_revivals if settings.server.resume_requests else 0,
+        "pool_bytes": _bytes(performance.memory_pool_size_mb),
+        "training_device": "" if tuning.device == "cpu" else tuning.device,
+        "training_bytes": _bytes(tuning.memory_mb),
+        "shard_listen": shards.listen or "",
+        "shard_token": shards.token.get_secret_value() if shards.token is not None else "",
+        "cache_enabled": cache.enabled,
+        "cache_bytes": _bytes(cache.max_size_mb),
+        "cache_max_sequences": cache.max_sequences,
+        "cache_ttl_s": cache.ttl_seconds,
+        "tiers": tier_options(settings.tiers),
+        "peers": _peer_options(settings),
+        "adapters": _adapters(settings),
+        "adapter_bytes": _bytes(performance.adapter_memory_mb),
+        "log_level": settings.logging.level,
+        "log_format": settings.logging.format,
+    }
+    return EngineOptions(**options)
+
+
+def _bytes(megabytes: int | None) -> int | None:
+    return None if megabytes is None else megabytes * MIB
 
 
 def _adapters(settings: Settings) -> dict[str, str]:
@@ -154,19 +150,15 @@ def tier_options(tiers: TierSettings) -> TierOptions | None:
     """The options of the cache tiers. None if the settings name no tier."""
     if tiers.host_mb is None and tiers.disk_path is None and tiers.redis_url is None:
         return None
-    return TierOptions(
-        host_bytes=(tiers.host_mb or 0) * MIB,
-        host_policy=tiers.host_policy,
-        host_ttl_s=tiers.host_ttl_s,
-        disk_path=str(tiers.disk_path or ""),
-        disk_bytes=tiers.disk_mb * MIB if tiers.disk_path is not None else 0,
-        disk_policy=tiers.disk_policy,
-        disk_ttl_s=tiers.disk_ttl_s,
-        redis_url=tiers.redis_url.get_secret_value() if tiers.redis_url is not None else "",
-        redis_bytes=tiers.redis_mb * MIB if tiers.redis_url is not None else 0,
-        redis_policy=tiers.redis_policy,
-        redis_ttl_s=tiers.redis_ttl_s,
-    )
+    options = {name: value for name, value in tiers if name in TierOptions.__struct_fields__}
+    options |= {
+        "host_bytes": (tiers.host_mb or 0) * MIB,
+        "disk_path": str(tiers.disk_path or ""),
+        "disk_bytes": tiers.disk_mb * MIB if tiers.disk_path is not None else 0,
+        "redis_url": tiers.redis_url.get_secret_value() if tiers.redis_url is not None else "",
+        "redis_bytes": tiers.redis_mb * MIB if tiers.redis_url is not None else 0,
+    }
+    return TierOptions(**options)
 
 
 def _peer_options(settings: Settings) -> PeerOptions | None:

@@ -18,7 +18,7 @@ from engine.cli.console import (
 )
 from engine.cli.help import GroupedCommand
 from engine.cli.main import take_engine
-from engine.cli.serve_options import with_engine_options
+from engine.cli.serve_options import ENGINE_FLAGS, with_flags
 from engine.core.errors import (
     AuthenticationError,
     ConfigError,
@@ -77,7 +77,7 @@ NodeModelOption = Annotated[
 
 
 @app.command(cls=GroupedCommand)
-@with_engine_options
+@with_flags(ENGINE_FLAGS)
 def join(
     urls: UrlsArgument,
     token_file: TokenOption,
@@ -89,15 +89,14 @@ def join(
     model: NodeModelOption = None,
     config: ConfigOption = None,
     *,
-    engine: dict[str, Any],
+    flags: dict[str, Any],
 ) -> None:
     """Load a model here, and take requests of a running server until a signal ends it. SIGTERM lets
     open requests finish.
     """
-    flags = engine | {"model.model_path": model}
     process = take_engine()
     try:
-        settings = load_cli_settings(config, flags).settings
+        settings = load_cli_settings(config, flags | {"model.model_path": model}).settings
         agent_of = _agent(settings, process, urls, token_file, node_name, ca_file)
         run_node(settings, agent_of)
     except BaseException:

@@ -4,13 +4,13 @@ import json
 import math
 import signal
 import threading
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from engine.cli.cluster.node import CaOption, NodeModelOption, TokenOption, call_nodes
 from engine.cli.console import JsonOption, output
-from engine.cli.serve_options import PipelineParallelOption, TensorParallelOption
+from engine.cli.serve_options import with_flags
 
 app = typer.Typer(
     help="Run nodes in a Ray cluster.",
@@ -26,7 +26,12 @@ NamespaceOption = Annotated[
 ]
 
 
+# The flags of a node that say how many ranks it has.
+_SIZES = {"performance.tensor_parallel_size": "-tp", "performance.pipeline_parallel_size": "-pp"}
+
+
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@with_flags(_SIZES)
 def up(
     ctx: typer.Context,
     url: Annotated[str, typer.Argument(metavar="URL", help="The server that the nodes join.")],
@@ -45,8 +50,8 @@ def up(
     num_cpus: Annotated[float, typer.Option(min=0, help="CPUs of each rank of a node.")] = 1.0,
     num_gpus: Annotated[float, typer.Option(min=0, help="GPUs of each rank of a node.")] = 0.0,
     model: NodeModelOption = None,
-    tensor_parallel_size: TensorParallelOption = None,
-    pipeline_parallel_size: PipelineParallelOption = None,
+    *,
+    flags: dict[str, Any],
 ) -> None:
     """Keep as many nodes in a Ray cluster as the server's queue needs. Options that are not listed
     here are those of `engine node join`. Ctrl-C ends the scaling; the nodes stay.
@@ -60,16 +65,15 @@ def up(
     arguments = [url, *ctx.args]
     if ca_file is not None:
         arguments += ["--ca-file", str(ca_file)]
-    sizes = {"-tp": tensor_parallel_size, "-pp": pipeline_parallel_size}
-    for flag, size in sizes.items():
-        arguments += [] if size is None else [flag, str(size)]
+    for key, size in flags.items():
+        arguments += [] if size is None else [_SIZES[key], str(size)]
     plan = NodePlan(
         token=read_token(token_file),
         arguments=tuple(arguments),
         model=model,
         num_cpus=num_cpus,
         num_gpus=num_gpus,
-        num_ranks=math.prod(max(1, size or 1) for size in sizes.values()),
+        num_ranks=math.prod(max(1, size or 1) for size in flags.values()),
     )
 
     def count_open() -> int:

@@ -51,8 +51,6 @@ def runner_config(tokens: int, sequences: int, context: int) -> RunnerConfig:
         max_seq_len=context,
         num_threads=usual.threads,
         max_batch_tokens=max(usual.max_batch_tokens, tokens),
-        kv_dtype=usual.kv_dtype,
-        affinity=usual.affinity,
     )
 
 

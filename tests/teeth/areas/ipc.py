@@ -243,22 +243,22 @@ MUTATIONS = [
     Mutation(
         "ipc: a pool's megabytes are millions",
         "engine.backends.custom.engine_settings",
-        "pool_bytes=pool_mb * 2**20 if",
-        "pool_bytes=pool_mb * 10**6 if",
+        "else megabytes * MIB\n",
+        "else megabytes * 10**6\n",
         f"{OPTION_TESTS}::test_every_engine_option_has_its_own_setting",
     ),
     Mutation(
         "ipc: the size of a batch bounds the queue",
         "engine.backends.custom.engine_settings",
-        "max_queued=performance.max_queued_requests,",
-        "max_queued=performance.batch_size,",
+        '"max_queued": performance.max_queued_requests,',
+        '"max_queued": performance.batch_size,',
         f"{OPTION_TESTS}::test_every_engine_option_has_its_own_setting",
     ),
     Mutation(
         "ipc: a runner computes in what was asked for and not in what was found",
         "engine.worker.loading",
-        "        dtype=device.dtype,\n        block_size=options.block_size,\n        num_blocks",
-        "        dtype=options.dtype,\n        block_size=options.block_size,\n        num_blocks",
+        '"dtype": device.dtype,',
+        '"dtype": options.dtype,',
         f"{OPTION_TESTS}::test_the_memory_plan_reaches_the_runner_config",
     ),
     Mutation(

@@ -222,6 +222,14 @@ def test_a_setting_given_by_two_environment_variables_is_refused() -> None:
     assert "LLM_ENGINE_SERVER__PORT" in message
 
 
+def test_the_earlier_name_of_a_setting_beside_the_new_one_is_refused() -> None:
+    in_file = complaint(toml="[server]\nresume_requests = true\nsurvive = false\n")
+    names = ("LLM_ENGINE_SERVER__RESUME_REQUESTS", "LLM_ENGINE_SERVER__SURVIVE")
+    by_variables = complaint(environ=dict.fromkeys(names, "true"))
+    assert "server.survive" in in_file and "server.resume_requests" in in_file
+    assert all(name in by_variables for name in names)
+
+
 @pytest.mark.parametrize("key", SECRET_KEYS)
 def test_secrets_are_refused_on_the_command_line_and_in_toml(key: str) -> None:
     section, name = key.split(".")

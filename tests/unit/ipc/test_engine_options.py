@@ -161,9 +161,18 @@ def test_every_engine_option_has_its_own_setting():
     assert same == unset, "an option at its default would not be noticed"
 
 
-def test_without_survive_no_request_is_revived():
-    settings = load_settings(None, {"server.survive": False}, {}).settings
-    assert engine_options(settings, "toy").max_revivals == 0
+@pytest.mark.parametrize("name", ["resume_requests", "survive"])  # the second is its earlier name
+def test_without_resume_requests_nothing_is_revived(name, tmp_path):
+    file = tmp_path / "engine.toml"
+    file.write_text(f"[server]\n{name} = false\n")
+    variables = {f"LLM_ENGINE_SERVER__{name.upper()}": "false"}
+    for loaded in (
+        load_settings(None, {f"server.{name}": False}, {}),
+        load_settings(None, {}, variables),
+        load_settings(file, {}, {}),
+    ):
+        assert engine_options(loaded.settings, "toy").max_revivals == 0
+        assert loaded.origins["server.resume_requests"] != "default"
 
 
 def test_engine_options_survive_serialization():
