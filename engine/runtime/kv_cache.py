@@ -14,11 +14,10 @@ from msgspec.structs import replace
 
 from engine.core.interfaces.stats import TierStats
 from engine.runtime.block_pool import BlockPool
-from engine.runtime.eviction_order import EvictedBlocks
 from engine.runtime.groups.states import StateGroup
 from engine.runtime.groups.windows import WindowGroup
 from engine.runtime.model_runner import NULL_BLOCK
-from engine.runtime.radix_cache import Match, RadixCache
+from engine.runtime.radix_cache import EvictedBlocks, Match, RadixCache
 from engine.runtime.sequence import Sequence, Tokens
 
 if TYPE_CHECKING:

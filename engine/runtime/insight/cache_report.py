@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from engine.core.interfaces.request import CachedPrefixes
 from engine.core.prefix_hashes import UNIT_TOKENS, as_number, next_hash, root_hash
-from engine.runtime.radix_node import Node, Root
+from engine.runtime.radix_cache import Node, Root
 from engine.runtime.sequence import Tokens, packed
 
 if TYPE_CHECKING:

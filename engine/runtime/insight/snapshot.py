@@ -23,7 +23,7 @@ from engine.core.interfaces.stats import EngineStats, StepCounts
 
 if TYPE_CHECKING:
     from engine.runtime.insight.profiler import KernelTimer
-    from engine.runtime.radix_node import Node
+    from engine.runtime.radix_cache import Node
     from engine.runtime.scheduler import Scheduler
     from engine.runtime.sequence import Sequence
 

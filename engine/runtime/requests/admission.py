@@ -3,9 +3,15 @@ refused. This module also ends requests whose deadline has passed.
 """
 
 import heapq
+import itertools
 import logging
+import math
+import secrets
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
 
 from engine.core.errors import (
     EngineError,
@@ -14,28 +20,274 @@ from engine.core.errors import (
     RateLimitError,
     RequestTimeoutError,
 )
-from engine.core.forecast import may_take
-from engine.core.interfaces.request import GenerateRequest, TokenDelta
-from engine.runtime.model_runner import ModelRunner, RunnerSpec
+from engine.core.forecast import WaitForecast, may_take
+from engine.core.interfaces.request import GenerateRequest, Resumed, TokenDelta
+from engine.runtime.model_runner import U32, ModelRunner, RunnerSpec
 from engine.runtime.outputs import refusal, too_late
-from engine.runtime.requests.checks import RequestChecks
-from engine.runtime.requests.grammar import Grammars
+from engine.runtime.requests.grammar import Constraint, Grammars
 from engine.runtime.requests.images import (
     ImageAccount,
     ImageStore,
+    PlacedImage,
+    fault_in,
     held_bytes,
     placed_tokens,
 )
-from engine.runtime.requests.new_sequences import ReadyRequest, SequenceMaker
+from engine.runtime.samplers.repetition import (
+    Breakers,
+    allowed_mask,
+    by_first_token,
+)
 from engine.runtime.scheduler import Scheduler
-from engine.runtime.sequence import PendingRequest, Sequence
+from engine.runtime.sequence import PendingRequest, Sequence, Tokens, namespace_of, packed
 
 if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
     from engine.runtime.groups.adapter_slots import AdapterSlots
+    from engine.runtime.interp.probe import Probe
 
 log = logging.getLogger(__name__)
 
 LOADING_GRACE_S = 1.0
+# Logprobs of prompt tokens and of their alternatives, which are sent in one message
+MAX_PROMPT_SCORES = 2**22
+
+
+class ReadyRequest(msgspec.Struct, frozen=True):
+    """A request that can be queued, with all that it waited for."""
+
+    request: GenerateRequest
+    prompt: Tokens
+    choices: list[int]
+    submitted_at: float
+    matcher: "LLMatcher | None" = None
+    images: tuple[PlacedImage, ...] = ()
+    place: int = 0  # of its adapter
+
+    def deadlines(self, queued_at: float) -> tuple[float | None, float | None]:
+        """When the request must have ended, and when it must have begun if that is earlier. The
+        time before `queued_at`, in which it waited for its grammar, its images or its adapter, is
+        no waiting for its turn.
+        """
+        request, now = self.request, self.submitted_at
+        deadline = None if request.timeout_s is None else now + request.timeout_s
+        begin_by = None if request.queue_timeout_s is None else queued_at + request.queue_timeout_s
+        if begin_by is not None and deadline is not None and begin_by >= deadline:
+            begin_by = None
+        return deadline, begin_by
+
+
+class Shared(msgspec.Struct, frozen=True):
+    """What all choices of a request share."""
+
+    seed: int
+    stop_ids: frozenset[int]
+    allowed: U32 | None
+    breakers: Breakers
+
+
+class SequenceMaker:
+    """Makes the sequences of a request: one for each choice."""
+
+    def __init__(self, spec: RunnerSpec, scheduler: Scheduler, runner: ModelRunner | None) -> None:
+        self._spec, self._scheduler, self._runner = spec, scheduler, runner
+        self._arrivals = itertools.count()
+
+    def sequences(self, ready: ReadyRequest, queued_at: float) -> Iterator[Sequence]:
+        """One sequence for each choice. The caller queues each before it takes the next one,
+        because probes are limited by what the tenant's queued sequences capture.
+        """
+        shared = self._shared(ready.request)
+        resumed = {each.choice: each for each in ready.request.resumed or ()}
+        for choice in ready.choices:
+            before = resumed.get(choice, Resumed(choice, ()))
+            yield self._sequence(ready, before, shared, queued_at)
+
+    def _shared(self, request: GenerateRequest) -> Shared:
+        params, allowed = request.params, None
+        ends = () if params.ignore_eos else request.eos_ids
+        if params.allowed_token_ids:
+            allowed = allowed_mask(params.allowed_token_ids, self._spec.vocab_size)
+        return Shared(
+            seed=params.seed if params.seed is not None else secrets.randbits(62),
+            stop_ids=frozenset((*params.stop_token_ids, *ends)),
+            allowed=allowed,
+            breakers=by_first_token(request.dry_breakers),
+        )
+
+    def _sequence(
+        self, ready: ReadyRequest, before: Resumed, shared: Shared, queued_at: float
+    ) -> Sequence:
+        request, params, matcher = ready.request, ready.request.params, ready.matcher
+        is_first = before.choice == 0
+        deadline, begin_by = ready.deadlines(queued_at)
+        probe, namespace = self.probe(request), namespace_of(request)
+        return Sequence(
+            request_id=request.request_id,
+            choice=before.choice,
+            tokens=ready.prompt + packed(before.token_ids),
+            num_prompt=len(ready.prompt),
+            max_tokens=self.max_tokens(request),
+            params=params,
+            stop_ids=shared.stop_ids,
+            seed=shared.seed,
+            namespace=namespace if probe is None else probe.root(namespace),
+            adapter=ready.place,
+            tenant=request.tenant,
+            priority=request.priority,
+            arrival=next(self._arrivals),
+            submitted_at=ready.submitted_at,
+            deadline=deadline,
+            begin_by=begin_by,
+            constraint=None if matcher is None else Constraint.after(matcher, before.token_ids),
+            pools=request.pools,
+            images=ready.images,
+            allowed=shared.allowed,
+            bad_words=request.bad_words,
+            dry_breakers=shared.breakers,
+            expected=packed(request.expected),
+            # All choices have the same prompt, so only the first choice computes the prompt's
+            # logprobs.
+            scores_prompt=params.score_prompt and is_first and not before.token_ids,
+            probe=probe,
+            reports_progress=request.reports_progress and is_first,
+            tells_begin=request.tells_begin and is_first,
+            queued_at=queued_at,
+            num_resumed=len(before.token_ids),
+            handover=request.handover,
+            keeps_blocks=request.keeps_blocks,
+            # Only the last limit is read.
+            surprise_limits=[before.surprise_limit or 0.0]
+            * (len(before.token_ids) if params.mirostat else 0),
+        )
+
+    def probe(self, request: GenerateRequest) -> "Probe | None":
+        if request.interp is None or self._runner is None:
+            return None
+        from engine.runtime.interp.steps import make_probe  # few servers need it
+
+        live = self._scheduler.probed()
+        return make_probe(request, self._runner, self.max_tokens(request), live)
+
+    def max_tokens(self, request: GenerateRequest) -> int:
+        """The requested max_tokens, limited to the room that the prompt leaves in the context."""
+        if request.pools:
+            return 1
+        asked, room = request.params.max_tokens, self._spec.max_seq_len - len(request.prompt)
+        return room if asked is None else min(asked, room)
+
+
+class RequestChecks:
+    """Finds why a request is refused: it can never run here, or it would wait too long. The
+    frontend has validated it, so only checks that protect other requests are repeated here.
+    """
+
+    def __init__(self, spec: RunnerSpec, scheduler: Scheduler, maker: SequenceMaker) -> None:
+        self._spec, self._scheduler, self._maker = spec, scheduler, maker
+        self._forecast = WaitForecast()
+
+    def packed(self, prompt: tuple[int, ...]) -> Tokens | None:
+        """The prompt as an int32 array. None if a token id is outside the vocabulary."""
+        try:
+            tokens = packed(prompt)
+        except OverflowError:
+            return None
+        ids = np.frombuffer(tokens, np.int32)
+        in_range = not len(ids) or 0 <= ids.min() <= ids.max() < self._spec.vocab_size
+        return tokens if in_range else None
+
+    def find_fault(self, request: GenerateRequest, prompt: Tokens | None) -> EngineError | None:
+        """An error if the request can never run. `prompt` is its prompt, packed."""
+        spec = self._spec
+        if not request.prompt:
+            return InvalidRequestError("The prompt has no tokens.", param="prompt")
+        if prompt is None:
+            return InvalidRequestError(
+                f"Prompt token ids must be within 0..{spec.vocab_size - 1}.", param="prompt"
+            )
+        if request.images and (fault := fault_in(request.images, len(prompt))) is not None:
+            return InvalidRequestError(fault)
+        if not self._knows_tokens(request):
+            return InvalidRequestError(f"Token ids must be within 0..{spec.vocab_size - 1}.")
+        # An embedding request generates no token, so its prompt may fill the whole context.
+        if len(prompt) + (not request.pools) > spec.max_seq_len:
+            return InvalidRequestError(
+                f"This model's maximum context length is {spec.max_seq_len} tokens, "
+                f"but the prompt has {len(prompt)}."
+            )
+        if (excess := _too_many_scores(request)) is not None:
+            return excess
+        try:
+            self._maker.probe(request)
+        except EngineError as error:
+            return error
+        max_tokens = self._maker.max_tokens(request)
+        num_tokens = len(prompt) + max_tokens - 1
+        if not self._scheduler.kv.can_ever_fit(num_tokens):
+            capacity = self._scheduler.kv.pool.num_usable * spec.block_size
+            return InvalidRequestError(
+                f"The request needs room for {num_tokens} tokens; the KV cache holds {capacity}. "
+                "Lower max_tokens, shorten the prompt, or give the server a larger cache."
+            )
+        num_before = max((len(each.token_ids) for each in request.resumed or ()), default=0)
+        if num_before >= max_tokens:
+            return InferenceError("The restarted engine has no room for the rest of this request.")
+        return None
+
+    def _knows_tokens(self, request: GenerateRequest) -> bool:
+        """Whether all tokens that the request names beside its prompt are in the vocabulary."""
+        named = [*request.params.logit_bias, *request.params.stop_token_ids, *request.eos_ids]
+        named += request.params.allowed_token_ids
+        attribution = request.interp and request.interp.attribution
+        if attribution and attribution.target is not None:
+            named.append(attribution.target)
+        named += [*request.expected, *(token for word in request.bad_words for token in word)]
+        named += (token for each in request.resumed or () for token in each.token_ids)
+        return not named or 0 <= min(named) <= max(named) < self._spec.vocab_size
+
+    def observe(self, now: float) -> None:
+        """Measure how fast sequences start. The engine calls this in each turn."""
+        self._forecast.observe(now, self._scheduler.num_waiting, self._scheduler.num_started)
+
+    def again_s(self, tenant: str, priority: int, now: float) -> float:
+        """After how many seconds a refused request should come again: when it would have begun, but
+        at the latest when all that wait now have begun or were refused.
+        """
+        ends = [seq.begin_by or seq.deadline or math.inf for seq in self._scheduler.waiting]
+        return max(0.0, min(self._wait_s(tenant, priority), max(ends, default=now) - now))
+
+    def _wait_s(self, tenant: str, priority: int) -> float:
+        """How long a request would wait for its first step, if it were queued now."""
+        waiting, step = self._scheduler.waiting, self._scheduler.step
+        return self._forecast.seconds(waiting.num_before(tenant, priority, step))
+
+    def find_wait(self, request: GenerateRequest, now: float) -> EngineError | None:
+        """An error if the request would wait longer than it may."""
+        longest = self._forecast.seconds(self._scheduler.num_waiting)
+        limit_s = request.queue_timeout_s
+        if request.resumed is not None or limit_s is None or longest <= limit_s:
+            return None
+        expected = self._wait_s(request.tenant, request.priority)
+        if expected <= limit_s:
+            return None
+        return RateLimitError(
+            f"This request would wait about {expected:.0f} s for its first step, and may wait"
+            f" {limit_s:.0f} s; try again later.",
+            retry_after=self.again_s(request.tenant, request.priority, now),
+        )
+
+
+def _too_many_scores(request: GenerateRequest) -> EngineError | None:
+    params = request.params
+    count = len(request.prompt) * (1 + params.num_prompt_logprobs) if params.score_prompt else 0
+    if count <= MAX_PROMPT_SCORES:
+        return None
+    return InvalidRequestError(
+        f"The prompt would have {count:,} logprobs, and may have {MAX_PROMPT_SCORES:,}; ask for"
+        " fewer alternatives, or send a shorter prompt.",
+        param="prompt_logprobs",
+    )
 
 
 class RequestAdmission:

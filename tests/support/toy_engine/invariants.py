@@ -13,7 +13,7 @@ from functools import lru_cache
 from engine.runtime.groups.windows import min_window_blocks
 from engine.runtime.model_runner import NULL_BLOCK, BatchInputs
 from engine.runtime.queue import GUESSED_TOKENS, MUCH_SHORTER
-from engine.runtime.radix_node import Node
+from engine.runtime.radix_cache import Node
 from engine.runtime.sequence import MAX_PREEMPTIONS, ScheduledBatch
 from tests.support.toy_engine.runner import CRASH_TOKEN, NAN_TOKEN, mix
 

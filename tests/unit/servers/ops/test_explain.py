@@ -18,7 +18,7 @@ from engine.core.interfaces.timeline import (
     Timeline,
 )
 from engine.routing.decisions import Decision, Failed
-from engine.runtime import loop, step_runner
+from engine.runtime import loop
 from engine.runtime.insight.request_timing import BLOCKS, EngineClock, RequestTiming
 from engine.runtime.requests import grammar as grammar_module
 from engine.servers.http.request_log import RequestRecord
@@ -36,8 +36,7 @@ class ClockedEngine:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
         self.now = 100.0
         clock = SimpleNamespace(monotonic=lambda: self.now)
-        for module in (loop, step_runner):
-            monkeypatch.setattr(module, "time", clock)
+        monkeypatch.setattr(loop, "time", clock)
         self.toy = ToyEngine(**options)
         self.timelines: dict[str, Timeline] = {}
         forward, send = self.toy.runner.forward, self.toy.channel.send
