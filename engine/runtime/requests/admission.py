@@ -3,14 +3,11 @@ refused. This module also ends requests whose deadline has passed.
 """
 
 import heapq
-import itertools
 import logging
 import math
-import secrets
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-import msgspec
 import numpy as np
 
 from engine.core.errors import (
@@ -21,31 +18,22 @@ from engine.core.errors import (
     RequestTimeoutError,
 )
 from engine.core.forecast import WaitForecast, may_take
-from engine.core.interfaces.request import GenerateRequest, Resumed, TokenDelta
-from engine.runtime.model_runner import U32, ModelRunner, RunnerSpec
+from engine.core.interfaces.request import GenerateRequest, TokenDelta
+from engine.runtime.model_runner import ModelRunner, RunnerSpec
 from engine.runtime.outputs import refusal, too_late
-from engine.runtime.requests.grammar import Constraint, Grammars
+from engine.runtime.requests.grammar import Grammars
 from engine.runtime.requests.images import (
     ImageAccount,
     ImageStore,
-    PlacedImage,
     fault_in,
-    held_bytes,
     placed_tokens,
 )
-from engine.runtime.samplers.repetition import (
-    Breakers,
-    allowed_mask,
-    by_first_token,
-)
+from engine.runtime.requests.new_sequences import PendingRequest, ReadyRequest, SequenceMaker
 from engine.runtime.scheduler import Scheduler
-from engine.runtime.sequence import PendingRequest, Sequence, Tokens, namespace_of, packed
+from engine.runtime.sequence import Sequence, Tokens, packed
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
-
     from engine.runtime.groups.adapter_slots import AdapterSlots
-    from engine.runtime.interp.probe import Probe
 
 log = logging.getLogger(__name__)
 
@@ -54,128 +42,18 @@ LOADING_GRACE_S = 1.0
 MAX_PROMPT_SCORES = 2**22
 
 
-class ReadyRequest(msgspec.Struct, frozen=True):
-    """A request that can be queued, with all that it waited for."""
+class Deadline(NamedTuple):
+    """When a request must have ended, or must have begun if not `is_end`."""
 
-    request: GenerateRequest
-    prompt: Tokens
-    choices: list[int]
-    submitted_at: float
-    matcher: "LLMatcher | None" = None
-    images: tuple[PlacedImage, ...] = ()
-    place: int = 0  # of its adapter
+    at: float
+    arrival: int
+    is_end: bool
+    queued_at: float
+    choices: list[Sequence]
 
-    def deadlines(self, queued_at: float) -> tuple[float | None, float | None]:
-        """When the request must have ended, and when it must have begun if that is earlier. The
-        time before `queued_at`, in which it waited for its grammar, its images or its adapter, is
-        no waiting for its turn.
-        """
-        request, now = self.request, self.submitted_at
-        deadline = None if request.timeout_s is None else now + request.timeout_s
-        begin_by = None if request.queue_timeout_s is None else queued_at + request.queue_timeout_s
-        if begin_by is not None and deadline is not None and begin_by >= deadline:
-            begin_by = None
-        return deadline, begin_by
-
-
-class Shared(msgspec.Struct, frozen=True):
-    """What all choices of a request share."""
-
-    seed: int
-    stop_ids: frozenset[int]
-    allowed: U32 | None
-    breakers: Breakers
-
-
-class SequenceMaker:
-    """Makes the sequences of a request: one for each choice."""
-
-    def __init__(self, spec: RunnerSpec, scheduler: Scheduler, runner: ModelRunner | None) -> None:
-        self._spec, self._scheduler, self._runner = spec, scheduler, runner
-        self._arrivals = itertools.count()
-
-    def sequences(self, ready: ReadyRequest, queued_at: float) -> Iterator[Sequence]:
-        """One sequence for each choice. The caller queues each before it takes the next one,
-        because probes are limited by what the tenant's queued sequences capture.
-        """
-        shared = self._shared(ready.request)
-        resumed = {each.choice: each for each in ready.request.resumed or ()}
-        for choice in ready.choices:
-            before = resumed.get(choice, Resumed(choice, ()))
-            yield self._sequence(ready, before, shared, queued_at)
-
-    def _shared(self, request: GenerateRequest) -> Shared:
-        params, allowed = request.params, None
-        ends = () if params.ignore_eos else request.eos_ids
-        if params.allowed_token_ids:
-            allowed = allowed_mask(params.allowed_token_ids, self._spec.vocab_size)
-        return Shared(
-            seed=params.seed if params.seed is not None else secrets.randbits(62),
-            stop_ids=frozenset((*params.stop_token_ids, *ends)),
-            allowed=allowed,
-            breakers=by_first_token(request.dry_breakers),
-        )
-
-    def _sequence(
-        self, ready: ReadyRequest, before: Resumed, shared: Shared, queued_at: float
-    ) -> Sequence:
-        request, params, matcher = ready.request, ready.request.params, ready.matcher
-        is_first = before.choice == 0
-        deadline, begin_by = ready.deadlines(queued_at)
-        probe, namespace = self.probe(request), namespace_of(request)
-        return Sequence(
-            request_id=request.request_id,
-            choice=before.choice,
-            tokens=ready.prompt + packed(before.token_ids),
-            num_prompt=len(ready.prompt),
-            max_tokens=self.max_tokens(request),
-            params=params,
-            stop_ids=shared.stop_ids,
-            seed=shared.seed,
-            namespace=namespace if probe is None else probe.root(namespace),
-            adapter=ready.place,
-            tenant=request.tenant,
-            priority=request.priority,
-            arrival=next(self._arrivals),
-            submitted_at=ready.submitted_at,
-            deadline=deadline,
-            begin_by=begin_by,
-            constraint=None if matcher is None else Constraint.after(matcher, before.token_ids),
-            pools=request.pools,
-            images=ready.images,
-            allowed=shared.allowed,
-            bad_words=request.bad_words,
-            dry_breakers=shared.breakers,
-            expected=packed(request.expected),
-            # All choices have the same prompt, so only the first choice computes the prompt's
-            # logprobs.
-            scores_prompt=params.score_prompt and is_first and not before.token_ids,
-            probe=probe,
-            reports_progress=request.reports_progress and is_first,
-            tells_begin=request.tells_begin and is_first,
-            queued_at=queued_at,
-            num_resumed=len(before.token_ids),
-            handover=request.handover,
-            keeps_blocks=request.keeps_blocks,
-            # Only the last limit is read.
-            surprise_limits=[before.surprise_limit or 0.0]
-            * (len(before.token_ids) if params.mirostat else 0),
-        )
-
-    def probe(self, request: GenerateRequest) -> "Probe | None":
-        if request.interp is None or self._runner is None:
-            return None
-        from engine.runtime.interp.steps import make_probe  # few servers need it
-
-        live = self._scheduler.probed()
-        return make_probe(request, self._runner, self.max_tokens(request), live)
-
-    def max_tokens(self, request: GenerateRequest) -> int:
-        """The requested max_tokens, limited to the room that the prompt leaves in the context."""
-        if request.pools:
-            return 1
-        asked, room = request.params.max_tokens, self._spec.max_seq_len - len(request.prompt)
-        return room if asked is None else min(asked, room)
+    @property
+    def is_live(self) -> bool:
+        return any(not seq.finish_reason for seq in self.choices)
 
 
 class RequestChecks:
@@ -186,6 +64,9 @@ class RequestChecks:
     def __init__(self, spec: RunnerSpec, scheduler: Scheduler, maker: SequenceMaker) -> None:
         self._spec, self._scheduler, self._maker = spec, scheduler, maker
         self._forecast = WaitForecast()
+        # A heap. Entries of ended requests stay in it for a while. They are removed when they are
+        # the majority.
+        self.deadlines: list[Deadline] = []
 
     def packed(self, prompt: tuple[int, ...]) -> Tokens | None:
         """The prompt as an int32 array. None if a token id is outside the vocabulary."""
@@ -248,23 +129,29 @@ class RequestChecks:
 
     def observe(self, now: float) -> None:
         """Measure how fast sequences start. The engine calls this in each turn."""
-        self._forecast.observe(now, self._scheduler.num_waiting, self._scheduler.num_started)
+        num_waiting = self._scheduler.table.num_waiting
+        self._forecast.observe(now, num_waiting, self._scheduler.num_started)
 
     def again_s(self, tenant: str, priority: int, now: float) -> float:
         """After how many seconds a refused request should come again: when it would have begun, but
         at the latest when all that wait now have begun or were refused.
         """
-        ends = [seq.begin_by or seq.deadline or math.inf for seq in self._scheduler.waiting]
-        return max(0.0, min(self._wait_s(tenant, priority), max(ends, default=now) - now))
+        ends = dict.fromkeys(self._scheduler.table.waiting, math.inf)
+        for entry in self.deadlines:
+            for seq in entry.choices:
+                if seq in ends:
+                    ends[seq] = min(ends[seq], entry.at)
+        last = max(ends.values(), default=now)
+        return max(0.0, min(self._wait_s(tenant, priority), last - now))
 
     def _wait_s(self, tenant: str, priority: int) -> float:
         """How long a request would wait for its first step, if it were queued now."""
-        waiting, step = self._scheduler.waiting, self._scheduler.step
+        waiting, step = self._scheduler.table.waiting, self._scheduler.step
         return self._forecast.seconds(waiting.num_before(tenant, priority, step))
 
     def find_wait(self, request: GenerateRequest, now: float) -> EngineError | None:
         """An error if the request would wait longer than it may."""
-        longest = self._forecast.seconds(self._scheduler.num_waiting)
+        longest = self._forecast.seconds(self._scheduler.table.num_waiting)
         limit_s = request.queue_timeout_s
         if request.resumed is not None or limit_s is None or longest <= limit_s:
             return None
@@ -315,9 +202,6 @@ class RequestAdmission:
         self._scheduler = scheduler
         self._maker = SequenceMaker(spec, scheduler, runner)
         self._checks = RequestChecks(spec, scheduler, self._maker)
-        # A heap of deadlines. An entry has the deadline and all choices of a request. Entries of
-        # ended requests stay in the heap for a while. They are removed when they are the majority.
-        self._deadlines: list[tuple[float, int, list[Sequence]]] = []
 
     @property
     def num_pending(self) -> int:
@@ -383,7 +267,8 @@ class RequestAdmission:
                 matcher = None if each.matcher is None else each.matcher.result()
                 prompt = placed_tokens(each.prompt, each.images)
                 images, since = tuple(each.images), each.submitted_at
-                ready = ReadyRequest(request, prompt, each.choices, since, matcher, images, place)
+                own = (images, None if request.adapter is None else self.adapters, place)
+                ready = ReadyRequest(request, prompt, each.choices, since, matcher, *own)
                 self._enqueue(ready, now)
             except EngineError as error:
                 refused += refusals(request, each.choices, error)
@@ -458,16 +343,18 @@ class RequestAdmission:
         group: list[Sequence] = []
         try:
             for seq in self._maker.sequences(ready, now):
-                self._scheduler.add(seq)
                 group.append(seq)
+                self._scheduler.add(seq, ready.request, ready.submitted_at, now)
         except Exception:
             # If one choice can't be queued, none of them runs.
             self._scheduler.abort(ready.request.request_id, None, now)
+            for seq in group:
+                self._scheduler.forget(seq)
             raise
-        self._scheduler.has_adapters |= ready.place > 0
-        for when in ready.deadlines(now):
+        for is_end, when in zip((True, False), ready.deadlines(now), strict=True):
             if when is not None:
-                heapq.heappush(self._deadlines, (when, group[0].arrival, group))
+                entry = Deadline(when, group[0].arrival, is_end, now, group)
+                heapq.heappush(self._checks.deadlines, entry)
         self._drop_ended()
 
     def expire(self, now: float) -> list[TokenDelta]:
@@ -476,28 +363,25 @@ class RequestAdmission:
         wait longer.
         """
         ended = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            when, _, group = heapq.heappop(self._deadlines)
-            is_over = when == group[0].deadline
-            if not is_over and any(seq.started_at is not None for seq in group):
+        kv = self._scheduler.kv
+        while self._checks.deadlines and self._checks.deadlines[0].at <= now:
+            entry = heapq.heappop(self._checks.deadlines)
+            if not entry.is_end and any(seq.has_started for seq in entry.choices):
                 continue
-            if not is_over and any(seq.load is not None for seq in group):
+            if not entry.is_end and any(kv.is_reading(seq) for seq in entry.choices):
                 # It waits for blocks of a tier, and not for its turn.
-                later = now + LOADING_GRACE_S
-                heapq.heappush(self._deadlines, (later, group[0].arrival, group))
+                heapq.heappush(self._checks.deadlines, entry._replace(at=now + LOADING_GRACE_S))
                 continue
-            error = too_late(is_over, now - group[0].queued_at)
-            live = [seq for seq in group if seq.finish_reason is None]
+            error = too_late(entry.is_end, now - entry.queued_at)
+            live = [seq for seq in entry.choices if seq.finish_reason is None]
             ended += [self._scheduler.fail(seq, error, now) for seq in live]
         return ended
 
     def _drop_ended(self) -> None:
-        live = self._scheduler.num_running + self._scheduler.num_waiting
-        if len(self._deadlines) > 64 + 4 * live:
-            self._deadlines = [
-                entry for entry in self._deadlines if any(not seq.finish_reason for seq in entry[2])
-            ]
-            heapq.heapify(self._deadlines)
+        live = self._scheduler.table.num_running + self._scheduler.table.num_waiting
+        if len(self._checks.deadlines) > 64 + 4 * live:
+            self._checks.deadlines = [entry for entry in self._checks.deadlines if entry.is_live]
+            heapq.heapify(self._checks.deadlines)
 
     def _find_no_room(self, request: GenerateRequest, now: float) -> EngineError | None:
         """An error if too much is waiting."""
@@ -515,15 +399,13 @@ class RequestAdmission:
         assert self._account is not None
         for each in self._pending.values():
             yield each.request.tenant, self._account.needed(each.request.images)
-        queued = {seq.request_id: seq for seq in self._scheduler.sequences() if seq.images}
-        for seq in queued.values():  # choices share their images
-            yield seq.tenant, held_bytes(seq.images)
+        yield from self._maker.images.bytes_held()
 
     def _has_place(self, tenant: str) -> bool:
         """Whether one more request of the tenant may wait."""
         own = sum(each.request.tenant == tenant for each in self._pending.values())
-        own += self._scheduler.waiting.counts().get(tenant, 0)
-        num_taken = self._scheduler.num_waiting + self.num_pending
+        own += self._scheduler.table.waiting.counts().get(tenant, 0)
+        num_taken = self._scheduler.table.num_waiting + self.num_pending
         return may_take(tenant, own, num_taken, self._max_queued)
 
     def _find_lack(self, request: GenerateRequest) -> EngineError | None:

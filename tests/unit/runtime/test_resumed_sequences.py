@@ -48,7 +48,7 @@ def test_all_requests_of_a_dead_engine_catch_up_at_once():
     assert num_turns(engine) <= 3
     engine.run()
     engine.check()
-    assert not engine.scheduler.is_catching_up
+    assert not engine.scheduler.table.is_catching_up
 
 
 def test_new_requests_are_computed_beside_decode():

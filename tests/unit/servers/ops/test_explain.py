@@ -348,14 +348,14 @@ def test_a_long_prefill_keeps_a_bounded_number_of_chunks(monkeypatch: pytest.Mon
 
 def test_what_others_wait_for_does_not_count_for_a_held_sequence() -> None:
     clock = EngineClock()
-    seq = SimpleNamespace(arrival=0, tenant="", priority=0, queued_at=10.0, num_matched=1)
+    seq = SimpleNamespace(arrival=0, tenant="", priority=0, num_matched=1)
     clock.plan(10.0)
     watch = RequestTiming(clock, 0, 10.0, None)
-    leader = SimpleNamespace(watch=RequestTiming(clock, 0, 10.0, None))
+    leader = RequestTiming(clock, 0, 10.0, None)
     watch.hold(leader)
     clock.block(BLOCKS)
     clock.plan(12.0)
-    leader.watch.first_token(12.0)
+    leader.first_token(12.0)
     clock.block(BLOCKS)
     clock.plan(12.5)
     waits, _ = watch._waited(seq, 12.5)
