@@ -27,6 +27,7 @@ from engine.ipc.options import EngineOptions
 from engine.runtime.loop import EngineLoop
 from engine.runtime.sequence import Row
 from engine.runtime.speculation.draft_model import DraftModel
+from engine.runtime.speculation.drafts import Speculation
 from engine.weights.model import open_model
 from engine.worker.draft import plan_draft
 from engine.worker.loading import load_runner
@@ -111,7 +112,7 @@ class Guessing:
 
     def __init__(self, loop: EngineLoop) -> None:
         self.seconds = 0.0
-        if (speculation := loop.scheduler.speculation) is not None:
+        if (speculation := loop.scheduler.find(Speculation)) is not None:
             self._add_drafts = speculation.add_drafts
             speculation.add_drafts = self._timed
 
@@ -177,7 +178,7 @@ class Bench:
                 num_open += 1
             # A step with a prompt is not counted.
             is_decode = all(
-                seq.num_computed >= seq.num_prompt for seq in loop.scheduler.sequences()
+                seq.num_computed >= seq.num_prompt for seq in loop.scheduler.table.sequences()
             )
             is_decode = is_decode and not channel.inbox
             began = time.process_time()

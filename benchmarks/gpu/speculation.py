@@ -38,6 +38,7 @@ from engine.runtime.dummy_batch import warm_up
 from engine.runtime.loop import EngineLoop
 from engine.runtime.model_runner import Warmable
 from engine.runtime.speculation.draft_model import DraftModel
+from engine.runtime.speculation.drafts import Speculation
 from engine.weights.lazy_tensor import LazyTensor
 from engine.weights.model import ModelSource
 from engine.weights.quants import dequantize
@@ -218,7 +219,7 @@ def compare(bench: Bench, kind: str, streams: int, modes: Sequence[str], rounds:
 
 def known(loop: EngineLoop) -> dict[str, float]:
     """What the engine has learned about its draft model, at the end of the rounds."""
-    speculation = loop.scheduler.speculation
+    speculation = loop.scheduler.find(Speculation)
     assert speculation is not None and speculation.model is not None
     drafts, budget = speculation.model, loop._budget
     return {

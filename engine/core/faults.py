@@ -104,11 +104,11 @@ PLACES = {
         Place(f"{_RUNTIME}.kv_cache:KVCache.extend", "seq.tokens"),
     ),
     "forward": (
-        Place(f"{_RUNTIME}.step_runner:StepRunner._run_forward", "inputs.token_ids"),
+        Place(f"{_RUNTIME}.loop:StepRunner._run_forward", "inputs.token_ids"),
         Place("engine.worker.encoder_loop:EncoderLoop._encode"),
     ),
     "sample": (Place(f"{_RUNTIME}.batch:BatchBuilder.sampling"),),
-    "wait": (Place(f"{_RUNTIME}.step_runner:StepRunner.wait"),),
+    "wait": (Place(f"{_RUNTIME}.loop:StepRunner.wait"),),
     "update": (
         Place(f"{_RUNTIME}.scheduler:Scheduler._confirm_prompt", "seq.tokens"),
         Place(f"{_RUNTIME}.scheduler:Scheduler._take", "seq.tokens"),

@@ -7,14 +7,14 @@ array operations, however many rows it has.
 """
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Listed
 from dataclasses import replace
 
 import numpy as np
 
 from engine.core.interfaces.request import SamplingParams
-from engine.runtime.groups.states import checkpoint_arrays
+from engine.runtime.extension import CacheExtension, Extension
 from engine.runtime.model_runner import (
-    F32,
     FROM_DEVICE,
     I32,
     I64,
@@ -26,7 +26,6 @@ from engine.runtime.model_runner import (
     RunnerSpec,
     SamplingInputs,
 )
-from engine.runtime.requests.images import rope_positions
 from engine.runtime.samplers.prompt_logprobs import with_scores
 from engine.runtime.samplers.repetition import logit_biases, with_allowed
 from engine.runtime.sequence import Row, ScheduledBatch, Sequence, packed
@@ -40,13 +39,14 @@ class BatchBuilder:
     running sequences in host arrays that are indexed by slot.
     """
 
-    def __init__(self, spec: RunnerSpec) -> None:
+    def __init__(self, spec: RunnerSpec, groups: Listed[CacheExtension] = ()) -> None:
+        """`groups` are those of the KV cache."""
         self._spec = spec
+        self._groups = groups
+        self._extended: tuple[Extension, ...] = ()  # what adds arrays to the present rows
         slots = spec.max_slots
         blocks_per_slot = -(-spec.max_seq_len // spec.block_size)
         self._tables = np.zeros((slots, blocks_per_slot), np.int32)
-        # The block tables of layers with a sliding window, if they have a block pool of their own.
-        self._window_tables = None if spec.window is None else np.zeros_like(self._tables)
         self._rooms = [0] * slots  # `Sequence.room` of the sequence when its tables were copied
         # For each slot: which admission of a sequence (`Sequence.life`) the arrays describe.
         self._lives = [0] * slots
@@ -58,12 +58,12 @@ class BatchBuilder:
         self._presence = np.zeros(slots, np.float32)
         self._frequency = np.zeros(slots, np.float32)
         self._seed = np.zeros(slots, np.int64)
-        self._adapter = np.zeros(slots, np.int32)
         self._choice = np.zeros(slots, np.int32)
         self._num_prompt = np.zeros(slots, np.int32)
         self._num_logprobs = np.full(slots, -1, np.int32)
         self._may_bias = np.zeros(slots, bool)  # biases or masks may differ in each step
         self._on_host = np.zeros(slots, bool)
+        self._has_history = [False] * slots  # whether the runner has a valid token history
         # The arrays of the last step, if it was pure decode. If the next step has the same rows,
         # its arrays are derived from them instead of being built from scratch.
         self._continued: tuple[int, ...] | None = None  # `life` of each row of that step
@@ -73,7 +73,7 @@ class BatchBuilder:
 
     def inputs(self, batch: ScheduledBatch) -> BatchInputs:
         rows = batch.rows
-        has_grown, only_continues, has_taps = False, True, False
+        has_grown, only_continues = False, True
         lives, rooms = self._lives, self._rooms
         for seq, _, length, samples, slot, life, num_scored, _ in rows:
             if lives[slot] != life or rooms[slot] != seq.room:
@@ -81,20 +81,25 @@ class BatchBuilder:
                 has_grown = True
             if length != 1 or not samples or num_scored:
                 only_continues = False
-            if seq.probe is not None:
-                has_taps = True
         continued = tuple([row[5] for row in rows]) if only_continues else None
         if self._inputs is not None and continued is not None and continued == self._continued:
-            self._inputs = self._one_further(self._inputs, rows, has_grown)
+            inputs = self._one_further(self._inputs, rows, has_grown)
+            for each in self._extended:
+                inputs = each.advance_inputs(inputs, rows)
         else:
-            self._inputs = self._from_scratch(rows)
+            inputs = self._from_scratch(rows)
+            of_rows = [each for row in rows for each in row.seq.extensions]
+            self._extended = (*self._groups, *dict.fromkeys(of_rows))
+            for each in self._extended:
+                inputs = each.add_inputs(inputs, rows)
             self._sampling = None
-        self._continued = continued
-        if has_taps:
-            from engine.runtime.interp.steps import with_taps  # few need it
+        self._inputs, self._continued = inputs, continued
+        return inputs
 
-            return with_taps(self._inputs, rows)
-        return self._inputs
+    def forget(self) -> None:
+        """Steps have failed, so that the runner's token histories are not known any more."""
+        self._has_history = [False] * len(self._has_history)
+        self._sampling = None
 
     def _one_further(
         self, last: BatchInputs, rows: tuple[Row, ...], has_grown: bool
@@ -109,11 +114,6 @@ class BatchBuilder:
             tables = self._tables[last.slots, :width]
         if has_grown or not offsets.all():  # some row starts a new block
             groups, shared = _prefix_groups(tables, blocks.astype(np.int64))
-        window_tables, window_slots = last.window_tables, last.window_slots
-        if self._window_tables is not None:
-            window_slots = self._window_tables[last.slots, blocks].astype(np.int64) * size + offsets
-            if tables is not last.block_tables:
-                window_tables = self._window_tables[last.slots, :width]
         return replace(
             last,
             token_ids=_token_ids(rows),
@@ -124,8 +124,6 @@ class BatchBuilder:
             prefix_groups=groups,
             prefix_blocks=shared,
             rope_positions=None if last.rope_positions is None else last.rope_positions + 1,
-            window_tables=window_tables,
-            window_slots=window_slots,
             state_load=None,
             state_save=None,
         )
@@ -144,13 +142,8 @@ class BatchBuilder:
         seq_lens = starts + counts
         width = max(1, -(-int(seq_lens.max(initial=1)) // size))
         tables = self._tables[slots, :width]
-        window_tables = window_slots = None
-        if self._window_tables is not None:
-            window_tables = self._window_tables[slots, :width]
-            window_slots = self._window_tables[places].astype(np.int64) * size + offsets
         groups, group_blocks = _prefix_groups(tables, starts // size)
-        load, save = checkpoint_arrays(rows, self._spec)
-        inputs = BatchInputs(
+        return BatchInputs(
             token_ids=_token_ids(rows),
             positions=positions.astype(np.int32),
             write_slots=self._tables[places].astype(np.int64) * size + offsets,
@@ -160,48 +153,10 @@ class BatchBuilder:
             block_tables=tables,
             slots=slots,
             logit_rows=_logit_rows(query_start, samples, columns[5], columns[6]),
-            adapter_ids=self._adapter[slots],
+            adapter_ids=np.zeros(len(rows), np.int32),
             prefix_groups=groups,
             prefix_blocks=group_blocks,
-            window_tables=window_tables,
-            window_slots=window_slots,
-            state_load=load,
-            state_save=save,
         )
-        if not any(row.seq.images for row in rows):
-            return inputs
-        return self._with_images(inputs, rows)
-
-    def _with_images(self, inputs: BatchInputs, rows: tuple[Row, ...]) -> BatchInputs:
-        """Add the embeddings of the images that the rows contain."""
-        embeds: list[F32] = []
-        places: list[I32] = []
-        ends = inputs.positions + 1
-        for row, first in zip(rows, inputs.query_start.tolist(), strict=False):
-            for image in row.seq.images:
-                start, end = max(row.start, image.start), min(row.start + row.length, image.end)
-                if start < end:
-                    place = np.arange(start, end, dtype=np.int32) + (first - row.start)
-                    places.append(place)
-                    embeds.append(image.embeds[start - image.start : end - image.start])
-                    if image.two_way:
-                        ends[place] = image.end
-        inputs = replace(inputs, rope_positions=self._rope_positions(inputs, rows))
-        if not embeds:
-            return inputs
-        return replace(
-            inputs,
-            token_ids=np.where(inputs.token_ids < FROM_DEVICE, 0, inputs.token_ids),
-            embeds=np.concatenate(embeds),
-            embed_rows=np.concatenate(places),
-            visible_end=None if np.array_equal(ends, inputs.positions + 1) else ends,
-        )
-
-    def _rope_positions(self, inputs: BatchInputs, rows: tuple[Row, ...]) -> I32 | None:
-        if all(image.columns is None for row in rows for image in row.seq.images):
-            return None
-        rotated = [rope_positions(row.seq.images, row.start, row.length) for row in rows]
-        return np.concatenate(rotated, axis=1)
 
     def sampling(self, batch: ScheduledBatch, mask: U32 | None = None) -> SamplingInputs:
         """Sampling parameters of the step's rows. Call this only after the previous step's tokens
@@ -210,8 +165,7 @@ class BatchBuilder:
         `mask` has the token masks of grammars, one for each row that samples, in the same order.
         """
         last, inputs = self._sampling, self._inputs
-        is_known = not any(row.seq.needs_history for row in batch.rows)
-        if last is not None and inputs is not None and mask is None and is_known:
+        if last is not None and inputs is not None and mask is None:
             return replace(last, position=inputs.seq_lens)
         sampling = self._sampling_from_scratch(batch, mask)
         is_plain = mask is None and not self._may_bias[sampling.slots].any()
@@ -232,13 +186,14 @@ class BatchBuilder:
         bias_rows, bias_ids, bias_values = logit_biases([(index, rows[index]) for index in biased])
         penalties = self._repetition[slots], self._presence[slots], self._frequency[slots]
         is_penalized = (penalties[0] != 1) | (penalties[1] != 0) | (penalties[2] != 0)
-        histories = _histories(batch, set(slots[is_penalized].tolist()))
+        histories = self._histories(batch, set(slots[is_penalized].tolist()))
         lengths = [0] + [len(row.seq.tokens) + len(row.draft) for row in histories]
         tokens = [token for row in histories for token in (*row.seq.token_ids, *row.draft)]
         pooled = [index for index, row in enumerate(rows) if row.seq.pools]
         for index in biased:
-            if (allowed := rows[index].seq.allowed) is not None:
-                mask = with_allowed(mask, index, allowed, len(rows))
+            rules = rows[index].seq.rules
+            if rules is not None and rules.allowed is not None:
+                mask = with_allowed(mask, index, rules.allowed, len(rows))
         sampling = SamplingInputs(
             sample_rows=np.array([index for index, _ in sampled], np.int32),
             slots=slots,
@@ -268,23 +223,34 @@ class BatchBuilder:
         has_scores = any(row.num_scored for row in batch.rows)
         return with_scores(sampling, batch) if has_scores else sampling
 
+    def _histories(self, batch: ScheduledBatch, penalized: set[int]) -> list[Row]:
+        """The rows whose token history is sent to the runner. A draft is sent with the history,
+        because the penalties of a token that is sampled after it count its tokens.
+        """
+        found, known = [], self._has_history
+        for row in batch.rows:
+            if not row.samples or row.seq.finish_reason is not None:
+                continue
+            if (row.draft or not known[row.slot]) and row.slot in penalized:
+                found.append(row)
+            known[row.slot] = True
+        return found
+
     def _sync(self, seq: Sequence, slot: int, life: int) -> None:
         """Bring the slot's arrays up to date: copy the sequence's block tables and, if the sequence
         was just admitted, its sampling parameters.
         """
-        if self._lives[slot] != life:
+        is_new = self._lives[slot] != life
+        if is_new:
             self._set_params(slot, seq)
             self._tables[slot] = NULL_BLOCK
-            if self._window_tables is not None:
-                self._window_tables[slot] = NULL_BLOCK
+            self._has_history[slot] = False
             self._lives[slot] = life
             self._rooms[slot] = 0
         known = self._rooms[slot] // self._spec.block_size
         self._tables[slot, known : len(seq.blocks)] = seq.blocks[known:]
-        if self._window_tables is not None:
-            table = self._window_tables[slot]
-            table[known : len(seq.window_blocks)] = seq.window_blocks[known:]
-            table[: seq.num_window_freed] = NULL_BLOCK
+        for each in self._groups:
+            each.sync(seq, slot, is_new)
         self._rooms[slot] = seq.room
 
     def _set_params(self, slot: int, seq: Sequence) -> None:
@@ -294,7 +260,8 @@ class BatchBuilder:
             params.sampled_on_host
             or params.min_tokens > 0
             or params.dry_multiplier > 0
-            or bool(params.logit_bias or params.allowed_token_ids or seq.bad_words)
+            or bool(params.logit_bias or params.allowed_token_ids)
+            or (seq.rules is not None and bool(seq.rules.bad_words))
         )
         if params.sampled_on_host:  # the device only returns the token that the host sampled
             params = SamplingParams(temperature=0.0, logprobs=params.logprobs)
@@ -308,7 +275,6 @@ class BatchBuilder:
         self._presence[slot] = params.presence_penalty
         self._frequency[slot] = params.frequency_penalty
         self._seed[slot] = seq.seed
-        self._adapter[slot] = seq.adapter
         self._choice[slot] = seq.choice
         self._num_prompt[slot] = seq.num_prompt
         self._num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
@@ -323,20 +289,6 @@ def _without_history(sampling: SamplingInputs) -> SamplingInputs:
         history_tokens=none,
         history_num_prompt=none,
     )
-
-
-def _histories(batch: ScheduledBatch, penalized: set[int]) -> list[Row]:
-    """The rows whose token history is sent to the runner. A draft is sent with the history, because
-    the penalties of a token that is sampled after it count its tokens.
-    """
-    found = []
-    for row in batch.rows:
-        if not row.samples or row.seq.finish_reason is not None:
-            continue
-        if (row.seq.needs_history or row.draft) and row.slot in penalized:
-            found.append(row)
-        row.seq.needs_history = False
-    return found
 
 
 def _token_ids(rows: tuple[Row, ...]) -> I32:

@@ -6,28 +6,16 @@ block ids. The keys and values themselves are in the memory of the runner.
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Listed
 
-from msgspec.structs import replace
-
-from engine.core.interfaces.stats import TierStats
 from engine.runtime.block_pool import BlockPool
-from engine.runtime.eviction_order import EvictedBlocks
-from engine.runtime.groups.states import StateGroup
-from engine.runtime.groups.windows import WindowGroup
+from engine.runtime.extension import CacheExtension, E, found
 from engine.runtime.model_runner import NULL_BLOCK
-from engine.runtime.radix_cache import Match, RadixCache
+from engine.runtime.radix_cache import EvictedBlocks, Match, RadixCache
 from engine.runtime.sequence import Sequence, Tokens
 
-if TYPE_CHECKING:
-    from engine.runtime.insight.cache_report import CacheReport
-    from engine.runtime.tiers.kv_tiers import KVTiers
-
 log = logging.getLogger(__name__)
-
-NO_LIMIT = sys.maxsize
 
 
 class KVCache:
@@ -37,9 +25,9 @@ class KVCache:
     given if blocks that were never used take no memory yet. While more blocks than this are in use,
     cached blocks are evicted before a sequence gets new ones. If a prompt needs blocks that were
     evicted, the target grows by as many.
-    `max_cached_sequences` limits how many distinct prefixes stay cached. `windows` is given if the
-    layers with a sliding window have a block pool of their own. Its column is the first side column
-    of `radix`. `states` is given if layers keep states. Its column is the last one.
+    `max_cached_sequences` limits how many distinct prefixes stay cached. `groups` are extensions
+    for layers with memory of their own. Their columns are the side columns of `radix`, in the same
+    order.
     """
 
     def __init__(
@@ -52,21 +40,18 @@ class KVCache:
         max_cached_blocks: int | None = None,
         max_cached_sequences: int | None = None,
         target_blocks: int | None = None,
-        windows: WindowGroup | None = None,
-        states: StateGroup | None = None,
+        groups: Listed[CacheExtension] = (),
     ) -> None:
         self.pool = pool
         self.radix = radix
         self.block_size = block_size
         self.sharing = sharing
-        self.windows = windows
-        self.states = states
-        self.tiers: KVTiers | None = None  # host memory, disk or Redis below the KV pool
-        self.report: CacheReport | None = None  # what a router is told about the cache
-        self.tier_stats: tuple[TierStats, ...] = ()  # of tiers that are not used any more
+        self.groups = tuple(groups)
+        self.extensions = self.groups  # the groups, then what was attached
+        self.publishes_at_once = all(each.publishes_at_once for each in groups)
         self.no_match = Match([], tuple([] for _ in radix.columns))
         # The most tokens of a sequence that a step may compute.
-        self.max_row = NO_LIMIT if windows is None else windows.max_row
+        self.max_row = min((each.max_row for each in groups), default=sys.maxsize)
         self._max_cached_blocks = max_cached_blocks
         self._max_cached_sequences = max_cached_sequences
         self.target_blocks = target_blocks
@@ -75,6 +60,13 @@ class KVCache:
         self.num_queried = 0  # prompt tokens looked up in the prefix cache
         self.num_hit = 0  # prompt tokens found there
         self.num_unpublished = 0  # failed attempts to publish blocks to the prefix cache
+
+    def attach(self, extension: CacheExtension) -> None:
+        self.extensions += (extension,)
+
+    def find(self, kind: type[E]) -> E | None:
+        """The extension of a kind, if there is one."""
+        return found(self.extensions, kind)
 
     def can_ever_fit(self, num_tokens: int) -> bool:
         return self._blocks_for(num_tokens) <= self.pool.num_usable
@@ -88,38 +80,30 @@ class KVCache:
         return self.radix.match(seq.namespace, seq.tokens[:-1])
 
     def read_ahead(self, seq: Sequence) -> None:
-        """Start to load blocks for a sequence that begins to wait, if there are tiers."""
-        if self.tiers is not None:
-            with self._without_tiers_on_error():
-                self.tiers.read_ahead(seq)
+        """Start to load blocks for a sequence that begins to wait."""
+        for each in self.extensions:
+            each.read_ahead(seq, self)
 
     def is_loading(self, seq: Sequence) -> bool:
         """Whether a waiting sequence should wait for blocks that are loaded from a tier."""
-        if self.tiers is not None:
-            with self._without_tiers_on_error():
-                return self.tiers.is_loading(seq)
-        return False
+        return any(each.is_loading(seq, self) for each in self.extensions)
 
-    @contextmanager
-    def _without_tiers_on_error(self) -> Iterator[None]:
-        """If loading raises, the engine goes on without tiers. No request depends on them."""
-        try:
-            yield
-        except Exception:
-            log.exception("the cache tiers failed, and are not used any more")
-            if self.tiers is not None:
-                self.tier_stats = tuple(replace(each, is_up=False) for each in self.tiers.stats())
-                self.tiers.close(gives_up=True)
-            self.tiers = None
-
-    def stop_loading(self, seq: Sequence) -> None:
-        if self.tiers is not None:
-            self.tiers.forget(seq)
+    def is_reading(self, seq: Sequence) -> bool:
+        """Whether blocks are being loaded for a sequence."""
+        return any(each.is_reading(seq) for each in self.extensions)
 
     def row_length(self, seq: Sequence, start: int, count: int) -> int:
         """How many of the next `count` tokens of a sequence one row may compute."""
         count = min(count, self.max_row)
-        return count if self.states is None else self.states.cut(seq, start, count)
+        for each in self.groups:
+            count = each.row_length(seq, start, count, count)
+        return count
+
+    def num_reused(self, seq: Sequence, num_found: int) -> int:
+        """How many of the prompt tokens that were found in the cache count as cached."""
+        for each in self.extensions:
+            num_found = each.num_reused(seq, num_found)
+        return num_found
 
     def admit(self, seq: Sequence, match: Match, spare: int, reserve: int, num_tokens: int) -> bool:
         """Give a sequence the cached blocks of `match`, and allocate more blocks, so that it has
@@ -133,19 +117,17 @@ class KVCache:
         evictable = self.pool.num_evictable - self.pool.count_evictable(matched)
         if needed + spare > self.pool.num_free + evictable:
             return False
-        seq.reserved, seq.num_matched = reserve, len(matched)
+        seq.num_matched = len(matched)
         self.pool.share(matched)
         # The sequence gets the matched blocks before the allocation. If the allocation fails,
         # `release` then gives them back.
         seq.blocks = list(matched)
         seq.num_computed = seq.num_confirmed = len(matched) * self.block_size
-        if self.windows is not None:
-            self.windows.resume(seq, match.sides[0], len(matched))
-            if not self._extend_windows(seq, num_tokens, spare):
-                self._drop_all(seq)
-                return False
-        if self.states is not None:
-            self.states.resume(seq, match.sides[-1], len(matched))
+        for each, entries in zip(self.groups, match.sides, strict=True):
+            each.resume(seq, entries, len(matched), reserve)
+        if not all(each.extend(seq, num_tokens, spare) for each in self.groups):
+            self._drop_all(seq)
+            return False
         if self.target_blocks is not None and self.radix.evicted is not None:
             grown = self.target_blocks + self.radix.evicted.take(seq.tokens, len(matched))
             self.target_blocks = min(grown, self.pool.num_usable)
@@ -163,7 +145,7 @@ class KVCache:
         needed = self._blocks_for(num_tokens) - len(seq.blocks)
         if needed + spare > self.pool.num_free + self.pool.num_evictable:
             return False
-        if self.windows is not None and not self._extend_windows(seq, num_tokens, spare):
+        if not all(each.extend(seq, num_tokens, spare) for each in self.groups):
             return False
         if needed > 0:
             self._make_room(needed)
@@ -179,8 +161,14 @@ class KVCache:
         So steady decode never modifies the prefix cache.
         """
         self._publish(seq, min(seq.num_confirmed, seq.num_prompt), only_own=True)
-        if self.states is not None:
-            self.states.drop_taken(seq, seq.num_confirmed // self.block_size)
+        for each in self.groups:
+            each.committed(seq, seq.num_confirmed // self.block_size)
+
+    def rewind(self, seq: Sequence) -> None:
+        """Let a running sequence start again after the cached prefix with which it started."""
+        for each in self.groups:
+            each.committed(seq)
+        seq.num_computed = seq.num_confirmed = seq.num_matched * self.block_size
 
     def release(self, seq: Sequence) -> None:
         """Publish every full block that finished steps have computed, then drop the sequence's
@@ -234,11 +222,7 @@ class KVCache:
 
     def flush(self) -> int:
         """Drop every cached block that no sequence uses. Returns the number of freed blocks."""
-        freed = 0
-        if self.windows is not None:
-            freed = self.windows.column.evict(self.windows.pool.num_evictable)
-        if self.states is not None:
-            freed += self.states.column.evict(self.states.pool.num_evictable)
+        freed = sum(each.evict() for each in self.groups)
         return freed + self.radix.evict(self.pool.num_evictable)
 
     def rebuild(self) -> None:
@@ -246,13 +230,9 @@ class KVCache:
         a block.
         """
         self.pool.reset()
-        if self.windows is not None:
-            self.windows.pool.reset()
-        if self.states is not None:
-            self.states.pool.reset()
         self.radix.reset()
-        if self.report is not None:
-            self.report.cleared()
+        for each in self.extensions:
+            each.reset()
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Assert that reference counts, free blocks and the tree agree with the sequences' block
@@ -264,32 +244,24 @@ class KVCache:
         for seq in sequences:
             assert len(seq.blocks) * self.block_size >= seq.num_computed, seq.request_id
             assert seq.num_confirmed <= seq.num_computed, seq.request_id
-        if self.windows is not None:
-            self.windows.check(sequences)
-        if self.states is not None:
-            self.states.check(sequences)
+        for each in self.groups:
+            each.check_held(sequences)
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def _extend_windows(self, seq: Sequence, num_tokens: int, spare: int = 0) -> bool:
-        assert self.windows is not None
-        self.windows.free_passed(seq)
-        return self.windows.extend(seq, num_tokens, spare)
-
     def _set_room(self, seq: Sequence) -> None:
-        # A windowed table is never longer than the other one.
-        table = seq.blocks if self.windows is None else seq.window_blocks
-        seq.room = len(table) * self.block_size
+        room = len(seq.blocks) * self.block_size
+        for each in self.groups:
+            room = each.room(seq, room)
+        seq.room = room
 
     def _drop_all(self, seq: Sequence) -> None:
         self.pool.drop(seq.blocks)
         seq.blocks = []
-        if self.windows is not None:
-            self.windows.release(seq)
-        if self.states is not None:
-            self.states.release(seq)
-        seq.num_computed = seq.num_confirmed = seq.num_matched = seq.reserved = seq.room = 0
+        for each in self.groups:
+            each.release(seq)
+        seq.num_computed = seq.num_confirmed = seq.num_matched = seq.room = 0
 
     def _make_room(self, needed: int) -> None:
         short = needed - self.pool.num_free
@@ -303,22 +275,15 @@ class KVCache:
         return self.pool.num_usable - self.pool.num_free + needed - self.target_blocks
 
     def _publish(self, seq: Sequence, num_tokens: int, only_own: bool) -> None:
-        """Publish the full blocks of the first `num_tokens` tokens to the prefix cache and the
-        tiers.
-        """
+        """Publish the full blocks of the first `num_tokens` tokens to the prefix cache."""
         if not self.sharing:
             return
         count = num_tokens // self.block_size
         tokens = seq.tokens[: count * self.block_size]
-        sides: tuple[list[int], ...] = ()
-        if self.windows is not None:
-            sides = (seq.window_blocks[:count],)
-        if self.states is not None:
-            sides += (self.states.entries(seq, count),)
-        is_cached = self._insert(seq, tokens, seq.blocks[:count], only_own, sides)
-        if is_cached and self.tiers is not None:
-            with self._without_tiers_on_error():
-                self.tiers.publish(seq, count, is_end=not only_own)
+        sides = tuple([each.entries(seq, count) for each in self.groups])
+        if self._insert(seq, tokens, seq.blocks[:count], only_own, sides):
+            for each in self.extensions:
+                each.published(seq, self, count, is_end=not only_own)
 
     def _insert(
         self,
@@ -328,13 +293,13 @@ class KVCache:
         only_own: bool = False,
         sides: tuple[list[int], ...] = (),
     ) -> bool:
-        """Put blocks into the prefix cache, and tell the node's router. A failure is only counted
+        """Put blocks into the prefix cache. A failure is only counted
         and logged, because later requests can compute the blocks again.
         """
         try:
             self.radix.insert(seq.namespace, tokens, blocks, only_own, seq.tenant, sides)
-            if self.report is not None:
-                self.report.published(seq.namespace, tokens, blocks)
+            for each in self.extensions:
+                each.inserted(seq, tokens, blocks)
         except Exception:
             self.num_unpublished += 1
             self.radix.find_leaves()

@@ -8,8 +8,8 @@ request of that row fails. An error outside a step fails only the request that i
 
 import logging
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -27,32 +27,38 @@ from engine.core.interfaces.request import (
 from engine.core.interfaces.stats import EngineStats
 from engine.ipc.heartbeat import UNKNOWN_STEP_TIMEOUT_S, NoPulse, Pulse
 from engine.ipc.transport import Channel, ConnectionClosedError
+from engine.runtime.batch import BatchBuilder
 from engine.runtime.budget import StepBudget, StepCounter
 from engine.runtime.dummy_batch import warm_up
+from engine.runtime.extension import CacheExtension
 from engine.runtime.insight.controls import answer_control
 from engine.runtime.insight.profiler import KernelTimer
+from engine.runtime.insight.request_timing import EngineClock, RequestTimings
 from engine.runtime.insight.snapshot import SnapshotTaker, engine_stats
 from engine.runtime.model_runner import (
+    BatchInputs,
     ModelRunner,
     PendingTokens,
     RemoteRunner,
     RunnerLostError,
     StepOutput,
 )
-from engine.runtime.outputs import begin_delta
+from engine.runtime.outputs import Progress
 from engine.runtime.prefill_throttle import PrefillThrottle, StepPlan
 from engine.runtime.recovery import Bisection, is_out_of_memory
 from engine.runtime.requests.admission import RequestAdmission
-from engine.runtime.requests.grammar import Grammars
+from engine.runtime.requests.grammar import Grammars, MaskJob, MaskWriter, constrained_rows
 from engine.runtime.requests.images import ImageStore
+from engine.runtime.samplers.chain import ChainSampler
 from engine.runtime.scheduler import Scheduler
 from engine.runtime.sequence import ScheduledBatch, SequenceFaultError
-from engine.runtime.step_runner import Forwarded, StepRunner
+from engine.runtime.speculation.drafts import Speculation
 
 if TYPE_CHECKING:
     from engine.runtime.groups.adapter_slots import AdapterSlots
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 IDLE_POLL_S = 1.0
 REMOTE_POLL_S = 0.25  # how often an idle engine checks a runner in other processes
@@ -65,12 +71,88 @@ NO_ADAPTERS = (
 MAX_SCHEDULE_FAILURES = 2  # the engine ends after more consecutive failures than this
 
 
+class Forwarded(msgspec.Struct, frozen=True):
+    """A step after its `forward` call and before its `sample` call."""
+
+    handle: Any
+    masks: MaskJob | None
+
+
+class StepRunner:
+    """Runs planned steps on the model runner: builds their arrays, computes the masks of grammars
+    beside the forward pass, and samples.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, clock: EngineClock, groups: Sequence[CacheExtension]
+    ) -> None:
+        self._runner, self._clock = runner, clock
+        self._builder = BatchBuilder(runner.spec, groups)
+        self._chain = ChainSampler(runner)
+        # The mask writer is created for the first step that has a row with a grammar.
+        self._masks: MaskWriter | None = None
+        self.is_computing = False  # whether `compute` runs
+
+    def compute(self, call: Callable[..., T], *arguments: Any) -> T:
+        """Run a call that may take long. The watchdog can interrupt a step only inside this
+        function.
+        """
+        self.is_computing = True
+        try:
+            return call(*arguments)
+        finally:
+            self.is_computing = False
+
+    def forward(self, batch: ScheduledBatch) -> Forwarded:
+        masks = self._begin_masks(batch)
+        inputs = self._builder.inputs(batch)
+        return Forwarded(self.compute(self._run_forward, inputs), masks)
+
+    def _run_forward(self, inputs: BatchInputs) -> Any:
+        """Runs the forward pass. Fault injection wraps this method."""
+        return self._runner.forward(inputs)
+
+    def sample(self, forwarded: Forwarded, batch: ScheduledBatch) -> PendingTokens:
+        mask = None
+        if forwarded.masks is not None:
+            late = constrained_rows(batch, only_known=False, done=forwarded.masks.done)
+            began_at = time.monotonic()
+            mask = self.compute(forwarded.masks.finish, late)
+            self._clock.masked(time.monotonic() - began_at)
+        sampling = self._builder.sampling(batch, mask)
+        if len(sampling.host_rows):
+            sampling = self.compute(self._chain.sample, forwarded.handle, sampling, batch)
+        return self.compute(self._runner.sample, forwarded.handle, sampling)
+
+    def wait(self, pending: PendingTokens) -> StepOutput:
+        return self.compute(pending.wait)
+
+    def forget(self) -> None:
+        """Steps have failed, or were forgotten."""
+        self._builder.forget()
+
+    def close(self) -> None:
+        if self._masks is not None:
+            self._masks.close()
+
+    def _begin_masks(self, batch: ScheduledBatch) -> MaskJob | None:
+        if not any(
+            row.seq.rules is not None and row.seq.rules.constraint is not None for row in batch.rows
+        ):
+            return None
+        if self._masks is None:
+            self._masks = MaskWriter(self._runner.spec.vocab_size)
+        num_rows = sum(row.samples + len(row.draft) for row in batch.rows)
+        return self._masks.begin(num_rows, constrained_rows(batch, only_known=True))
+
+
 class Launch(msgspec.Struct, frozen=True):
     """A step that was launched on the device. The host has not waited for its tokens yet."""
 
     batch: ScheduledBatch
     pending: PendingTokens
     started_at: float
+    num_drafting: int  # number of tokens in rows with drafts
 
 
 class EngineLoop:
@@ -98,7 +180,12 @@ class EngineLoop:
         self._budget = budget
         self._pulse = pulse or NoPulse()
         self._remote = runner if isinstance(runner, RemoteRunner) else None
-        self._step_runner = StepRunner(runner, scheduler.clock)
+        self._timings, self._progress = RequestTimings(scheduler), Progress()
+        self._clock = self._timings.clock
+        scheduler.attach(self._timings)
+        scheduler.attach(self._progress)
+        self._drafts = scheduler.find(Speculation)
+        self._step_runner = StepRunner(runner, self._clock, scheduler.kv.groups)
         self._grammars = grammars
         made = (grammars, images, adapters, runner)
         self._admission = RequestAdmission(runner.spec, scheduler, max_queued, *made)
@@ -114,9 +201,9 @@ class EngineLoop:
         self._num_schedule_failures = 0  # consecutive
         self._step_timeout_s = UNKNOWN_STEP_TIMEOUT_S
         timer = runner if isinstance(runner, KernelTimer) else None
-        self._snapshots = SnapshotTaker(scheduler, timer, runner.spec.max_slots)
+        self._snapshots = SnapshotTaker(scheduler, self._timings, timer, runner.spec.max_slots)
         self._pulse.watch(self)
-        if runner.spec.has_state and scheduler.kv.states is None:
+        if runner.spec.has_state and scheduler.kv.publishes_at_once:
             # Cached keys and values are of no use without the states that belong to them.
             scheduler.kv.sharing = False
 
@@ -158,12 +245,14 @@ class EngineLoop:
             adapters.reply(self._channel.send)
         self._send(self._admission.expire(now))
         self._step()
-        if self.scheduler.reports:
-            self._pulse.beat(True, UNKNOWN_STEP_TIMEOUT_S)  # a gradient takes longer than a step
-            self._send(self._step_runner.compute(self.scheduler.reports.advance, self._runner))
+        for each in self.scheduler.extensions:
+            if each.has_work:
+                self._pulse.beat(True, UNKNOWN_STEP_TIMEOUT_S)  # it may take longer than a step
+                self._send(self._step_runner.compute(each.advance, self._runner))
         self._send_stats(force=not self.scheduler.has_work and self._has_news)
-        if (report := self.scheduler.kv.report) is not None and (news := report.take()) is not None:
-            self._channel.send(news)
+        for extension in self.scheduler.kv.extensions:
+            if (news := extension.news()) is not None:
+                self._channel.send(news)
         # A request that ended in this very iteration may be followed by another one at once.
         if is_idle and not self.scheduler.has_work and self._num_steps == num_steps:
             self._tidy_up()
@@ -171,7 +260,7 @@ class EngineLoop:
     def _step(self) -> None:
         scheduler = self.scheduler
         plan = self._plan()
-        drafts = scheduler.speculation
+        drafts = self._drafts
         if drafts is not None and drafts.awaits_tokens and not self._finish_early():
             return
         started_at = time.monotonic()
@@ -181,15 +270,15 @@ class EngineLoop:
             self._recover_schedule(error)
             return
         self._num_schedule_failures = 0
-        if scheduler.begun:
-            self._tell_begun()
+        self._send(self._progress.take_begun())
         try:
             forwarded = self._forward(batch) if batch else None
             self._finish_launched()
             if batch and forwarded:
-                began_at = started_at + batch.draft_s
+                began_at = started_at if drafts is None else started_at + drafts.draft_s
+                num_drafting = 0 if drafts is None else drafts.num_drafting
                 pending = self._step_runner.sample(forwarded, batch)
-                self._launched = Launch(batch, pending, began_at)
+                self._launched = Launch(batch, pending, began_at, num_drafting)
                 if self._runner.spec.depth == 0:
                     self._finish_launched()
         except (ConnectionClosedError, RunnerLostError):
@@ -197,20 +286,16 @@ class EngineLoop:
         except Exception as error:
             self._recover(batch, error)
 
-    def _tell_begun(self) -> None:
-        begun, self.scheduler.begun = self.scheduler.begun, []
-        self._send([begin_delta(seq) for seq in begun if seq.finish_reason is None])
-
     def _plan(self) -> StepPlan:
         """The size of the next step."""
-        scheduler = self.scheduler
+        table = self.scheduler.table
         # What an engine that died had computed is computed again at full speed, and not in small
         # parts beside decode. Otherwise the last stream would pause for much longer.
-        if scheduler.is_catching_up:
-            return StepPlan(self._budget.tokens(0, scheduler.num_running))
+        if table.is_catching_up:
+            return StepPlan(self._budget.tokens(0, table.num_running))
         if self._throttle is not None:
-            return self._throttle.plan(scheduler.demand)
-        return StepPlan(self._budget.tokens(scheduler.num_decoding, scheduler.num_running))
+            return self._throttle.plan(self.scheduler.demand)
+        return StepPlan(self._budget.tokens(table.num_decoding, table.num_running))
 
     def _forward(self, batch: ScheduledBatch) -> Forwarded:
         # The heartbeat says after which time the step counts as hung.
@@ -234,9 +319,9 @@ class EngineLoop:
         began_at = max(launch.started_at, self._finished_at)
         seconds = now - began_at
         lengths = [row.length for row in launch.batch.rows]
-        num_tokens, num_single = sum(lengths), lengths.count(1) + launch.batch.num_drafting
+        num_tokens, num_single = sum(lengths), lengths.count(1) + launch.num_drafting
         self._steps.add(num_tokens, seconds)
-        self.scheduler.clock.step(began_at, now, lengths, launch.batch.num_drafting)
+        self._clock.step(began_at, now, lengths, launch.num_drafting)
         self._finished_at = now
         self._budget.record(num_single, num_tokens - num_single, seconds)
         self._send(self.scheduler.update(launch.batch, output, now))
@@ -263,7 +348,7 @@ class EngineLoop:
             self._budget.shrink()
         launch, self._launched = self._launched, None
         batches = ([launch.batch] if launch else []) + ([batch] if batch else [])
-        self.scheduler.rollback()
+        self._rollback()
         replayed = self._budget.tokens(0, 0) if self._runner.spec.has_state else 0
         bisection = Bisection(self.scheduler, self._run_whole, self._send, replayed)
         for failed in batches:
@@ -281,20 +366,25 @@ class EngineLoop:
                 raise error
         log.error("a step could not be planned; planning it again", exc_info=error)
         self._finish_early()
-        self.scheduler.rollback()
+        self._rollback()
         if isinstance(error, SequenceFaultError) and error.seq.finish_reason is None:
             failure = InferenceError("The engine failed on this request.")
             self._send([self.scheduler.fail(error.seq, failure, time.monotonic())])
         self.scheduler.check()  # if the scheduler's state is broken, the engine ends here
 
+    def _rollback(self) -> None:
+        self.scheduler.rollback()
+        self._step_runner.forget()
+
     def _run_whole(self, batch: ScheduledBatch) -> StepOutput:
         """Run one step to the end: forward, sample, wait. No other step runs meanwhile."""
+        self._step_runner.forget()  # the step before may have failed
         began_at = time.monotonic()
         pending = self._step_runner.sample(self._forward(batch), batch)
         output = self._step_runner.wait(pending)
         self._num_steps += 1
         lengths = [row.length for row in batch.rows]
-        self.scheduler.clock.step(began_at, time.monotonic(), lengths)
+        self._clock.step(began_at, time.monotonic(), lengths)
         return output
 
     def _read_inbox(self, timeout_s: float) -> None:
@@ -339,10 +429,11 @@ class EngineLoop:
 
     def _end_all(self) -> None:
         now = time.monotonic()
-        ended = [self.scheduler.finish(s, "abort", now) for s in list(self.scheduler.sequences())]
+        live = list(self.scheduler.table.sequences())
+        ended = [self.scheduler.finish(seq, "abort", now) for seq in live]
         self._send(ended + self._admission.abort_pending(now))
-        if self.scheduler.kv.tiers is not None:
-            self.scheduler.kv.tiers.close()
+        for each in self.scheduler.kv.extensions:
+            each.close()
         self._runner.close()
         if self._grammars is not None:
             self._grammars.close()
@@ -373,7 +464,8 @@ class EngineLoop:
 
     @property
     def _state(self) -> tuple[int, int, int]:
-        return self._num_steps, self.scheduler.num_running, self.scheduler.num_waiting
+        table = self.scheduler.table
+        return self._num_steps, table.num_running, table.num_waiting
 
     def _send_stats(self, force: bool) -> None:
         now = time.monotonic()

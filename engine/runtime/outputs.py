@@ -9,12 +9,12 @@ import numpy as np
 from engine.core.errors import (
     EngineError,
     InferenceError,
-    InvalidRequestError,
     RateLimitError,
     RequestTimeoutError,
 )
-from engine.core.interfaces.request import TokenDelta, TokenLogprobs
+from engine.core.interfaces.request import GenerateRequest, TokenDelta, TokenLogprobs
 from engine.ipc.transport import failed_delta
+from engine.runtime.extension import Extension
 from engine.runtime.model_runner import F32, I32, Bools, SamplingInputs, StepOutput
 from engine.runtime.sequence import Sequence
 
@@ -23,26 +23,20 @@ def token_delta(
     seq: Sequence,
     tokens: tuple[int, ...],
     sampled: tuple[StepOutput, int] | None,
-    now: float,
+    is_first: bool,
     error: EngineError | None = None,
 ) -> TokenDelta:
     """The message for newly sampled tokens. If `tokens` is empty, the message only says how the
     sequence ended.
 
     `sampled` is the output of the step and the index of the sequence's row in it. The first message
-    of a sequence also has the number of cached prompt tokens, and the time in queue and in prefill.
+    of a sequence also has the number of cached prompt tokens. Extensions complete the first message
+    and the last one.
     """
-    is_first = bool(tokens) and seq.first_token_at is None
-    limits = seq.surprise_limits
-    is_plain = seq.params.logprobs is None and not limits
-    if is_plain and not is_first and seq.finish_reason is None:
+    rules = seq.rules
+    limits = None if rules is None else rules.surprise_limits
+    if seq.params.logprobs is None and not limits and not is_first and seq.finish_reason is None:
         return TokenDelta(seq.request_id, seq.choice, tokens)
-    watch = seq.watch
-    if is_first:
-        seq.first_token_at = now
-        if watch is not None:
-            watch.first_token(now)
-    started_at = seq.started_at if seq.started_at is not None else now
     ended_by_id = seq.finish_reason == "stop" and bool(tokens) and tokens[-1] in seq.stop_ids
     return TokenDelta(
         seq.request_id,
@@ -52,45 +46,75 @@ def token_delta(
         finish_reason=seq.finish_reason,
         stop_token_id=tokens[-1] if ended_by_id else None,
         num_cached=seq.num_cached if is_first else 0,
-        queue_s=started_at - seq.submitted_at if is_first else 0.0,
-        prefill_s=now - started_at if is_first else 0.0,
         error_code=error.error_code if error else None,
         error_message=error.message if error else None,
         retry_after=error.retry_after if error else None,
-        prompt_logprobs=tuple(seq.prompt_scores) if is_first and seq.scores_prompt else None,
         # The next token's limit may be known already, if its step was launched.
         surprise_limit=limits[seq.num_generated - 1] if tokens and limits else None,
-        timeline=watch.timeline(seq, now) if watch is not None and seq.finish_reason else None,
     )
 
 
-def progress_delta(seq: Sequence, now: float) -> TokenDelta:
-    """The message that a step has computed a part of the prompt, but not its end."""
-    started_at = seq.started_at if seq.started_at is not None else now
-    return TokenDelta(
-        seq.request_id,
-        seq.choice,
-        num_cached=seq.num_cached,
-        prefill_s=now - started_at,
-        num_processed=seq.num_confirmed,
-    )
+class Progress(Extension):
+    """Tells clients that ask for it when their request begins, and how much of the prompt each step
+    has computed.
+    """
+
+    def __init__(self) -> None:
+        self._reporting: dict[Sequence, float] = {}  # when each has begun
+        self._telling: set[Sequence] = set()
+        self._begun: list[Sequence] = []
+        self._now = 0.0
+
+    def planned(self, now: float) -> None:
+        self._now = now
+
+    def queued(
+        self, seq: Sequence, request: GenerateRequest, submitted_at: float, queued_at: float
+    ) -> None:
+        if request.reports_progress and seq.choice == 0:
+            self._reporting[seq] = queued_at
+        if request.tells_begin and seq.choice == 0:
+            self._telling.add(seq)
+
+    def admitted(self, seq: Sequence, is_first: bool, chain: list[int], uses_cache: bool) -> None:
+        if is_first and seq in self._telling:
+            self._begun.append(seq)
+        if is_first and seq in self._reporting:
+            self._reporting[seq] = self._now
+
+    def confirmed(self, seq: Sequence, start: int, samples: bool, now: float) -> TokenDelta | None:
+        if samples or seq not in self._reporting:
+            return None
+        return TokenDelta(
+            seq.request_id,
+            seq.choice,
+            num_cached=seq.num_cached,
+            prefill_s=now - self._reporting[seq],
+            num_processed=seq.num_confirmed,
+        )
+
+    def ended(self, seq: Sequence) -> None:
+        self._reporting.pop(seq, None)
+        self._telling.discard(seq)
+
+    def take_begun(self) -> list[TokenDelta]:
+        """Messages that the first steps of requests start. If such a step samples a token, the
+        token says the same.
+        """
+        if not self._begun:
+            return []
+        begun, self._begun = self._begun, []
+        told = [seq for seq in begun if seq.finish_reason is None and not seq.num_sampling]
+        return [TokenDelta(seq.request_id, seq.choice, begins=True) for seq in told]
 
 
-def begin_delta(seq: Sequence) -> TokenDelta:
-    """The message that the first step of a request starts."""
-    return TokenDelta(seq.request_id, seq.choice, begins=True)
-
-
-def vector_delta(seq: Sequence, hidden: F32, now: float) -> TokenDelta:
+def vector_delta(seq: Sequence, hidden: F32) -> TokenDelta:
     """The message with the embedding `hidden`. It is the only message of an embedding request."""
-    started_at = seq.started_at if seq.started_at is not None else now
     return TokenDelta(
         seq.request_id,
         seq.choice,
         finish_reason="stop",
         num_cached=seq.num_cached,
-        queue_s=started_at - seq.submitted_at,
-        prefill_s=now - started_at,
         vector=hidden.astype(np.float32).tobytes(),
     )
 
@@ -156,14 +180,8 @@ def too_late(is_over: bool, waited_s: float) -> EngineError:
     )
 
 
-def nonfinite(seq: Sequence) -> EngineError:
+def nonfinite() -> EngineError:
     """The error for a request whose logits are not numbers."""
-    if seq.probe is not None and seq.probe.request.edits:
-        return InvalidRequestError(
-            "interp.edit: with these edits, the model produced non-finite values; use smaller"
-            " vectors and scales.",
-            param="interp.edit",
-        )
     return InferenceError("The model produced non-finite values for this request.")
 
 

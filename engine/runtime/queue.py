@@ -136,7 +136,7 @@ class Passing:
         blocked if there are too few free blocks for it.
         """
         self._num_passed += 1
-        if is_blocked and (seq.is_pinned or seq.num_passed >= len(seq.tokens)):
+        if is_blocked and (seq.is_pinned or seq.queue.num_passed >= len(seq.tokens)):
             return False
         if is_blocked:
             self._blocked.append(seq)
@@ -145,7 +145,7 @@ class Passing:
     def enter(self, seq: Sequence) -> None:
         """Note that a sequence was admitted."""
         for each in self._blocked:
-            each.num_passed += _guess(seq)
+            each.queue.num_passed += _guess(seq)
 
 
 def tenants_due(running: Listed[Sequence], budget: int) -> dict[Sequence, int]:
@@ -209,7 +209,7 @@ def _urgency(seq: Sequence) -> tuple[int, int]:
     """A key that sorts the sequences of one tenant and rank. All of them age at the same rate, so
     their order does not depend on the present step.
     """
-    return (seq.priority * AGING_STEPS + seq.submitted_step, seq.arrival)
+    return (seq.priority * AGING_STEPS + seq.queue.submitted_step, seq.arrival)
 
 
 class WaitingQueue:
@@ -305,7 +305,7 @@ class WaitingQueue:
         for other, line in lines.items():
             theirs = share.given(other)
             for seq in line if other != tenant else ():
-                if seq.started_at is None and theirs > level:
+                if not seq.has_started and theirs > level:
                     break
                 theirs += _charge(seq)
                 count += 1
@@ -318,14 +318,14 @@ class WaitingQueue:
 
 def _aged(seq: Sequence, step: int) -> int:
     """The rank of a waiting sequence, less the levels that it has gained."""
-    return seq.rank - (step - seq.submitted_step) // AGING_STEPS
+    return seq.rank - (step - seq.queue.submitted_step) // AGING_STEPS
 
 
 def _charge(seq: Sequence) -> int:
     """What the tenant will be charged when the sequence is admitted. A preempted sequence was
     charged at its first admission.
     """
-    return _guess(seq) if seq.started_at is None else 0
+    return 0 if seq.has_started else _guess(seq)
 
 
 class _Turns:
@@ -369,7 +369,7 @@ class _Turns:
         that sequence was already charged at its first admission.
         """
         first = self._left[tenant][-1]
-        return (first.started_at is None, self._share.given(tenant), first.arrival, tenant)
+        return (not first.has_started, self._share.given(tenant), first.arrival, tenant)
 
 
 class InflightPrefixes:
@@ -445,15 +445,15 @@ class InflightPrefixes:
         until = (num_matched + 1) * self._block_size
         if owner is None or owner.num_confirmed >= until:
             return False
-        seq.held_by, seq.held_until = owner, until
+        seq.queue.held_by, seq.queue.held_until = owner, until
         return True
 
     def is_held(self, seq: Sequence) -> bool:
         """Whether `seq` still waits for the sequence that `hold` found."""
-        owner = seq.held_by
-        if owner is not None and owner.slot >= 0 and owner.num_confirmed < seq.held_until:
+        owner = seq.queue.held_by
+        if owner is not None and owner.slot >= 0 and owner.num_confirmed < seq.queue.held_until:
             return True
-        seq.held_by = None
+        seq.queue.held_by = None
         return False
 
     def check(self, running: Iterable[Sequence], waiting: Iterable[Sequence]) -> None:

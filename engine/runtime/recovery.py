@@ -84,10 +84,7 @@ class Bisection:
         seq, start = row.seq, row.start
         if seq.life != row.life or seq.num_computed != start:
             return
-        kv = self._scheduler.kv
-        if kv.states is not None:
-            kv.states.drop_taken(seq)
-        seq.num_computed = seq.num_confirmed = seq.num_matched * kv.block_size
+        self._scheduler.kv.rewind(seq)
         while seq.num_computed < start and seq.life == row.life:
             begin = seq.num_computed
             seq.num_computed = min(start, begin + self._replayed)

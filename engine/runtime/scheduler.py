@@ -8,82 +8,173 @@ fails only that sequence.
 """
 
 import logging
-from bisect import insort
 from collections.abc import Mapping
 
 from msgspec.structs import replace
 
-from engine.core.errors import InferenceError
-from engine.core.interfaces.request import TokenDelta
-from engine.runtime.insight.request_timing import BLOCKS, BUDGET, SLOTS
+from engine.core.errors import EngineError, InferenceError
+from engine.core.interfaces.request import FinishReason, GenerateRequest, TokenDelta
+from engine.runtime.extension import E, Extension, Lack, found
+from engine.runtime.kv_cache import KVCache
 from engine.runtime.model_runner import StepOutput
-from engine.runtime.outputs import (
-    nonfinite,
-    progress_delta,
-    refusal,
-    scores,
-    token_delta,
-    vector_delta,
-)
-from engine.runtime.queue import Passing, prefill_shares, tenants_due
+from engine.runtime.outputs import nonfinite, refusal, token_delta, vector_delta
+from engine.runtime.queue import NewTenantReserve, Passing, prefill_shares, tenants_due
 from engine.runtime.radix_cache import Match
-from engine.runtime.requests.images import whole_images
-from engine.runtime.samplers.prompt_logprobs import (
-    has_scored_enough,
-    num_scorable,
-)
+from engine.runtime.samplers.prompt_logprobs import has_scored_enough, num_scorable
 from engine.runtime.sequence import (
     Row,
     ScheduledBatch,
     Sequence,
     SequenceFaultError,
 )
-from engine.runtime.sequence_table import SequenceTable
+from engine.runtime.sequence_table import Demand, SequenceTable
 
 log = logging.getLogger(__name__)
 
 
-class Scheduler(SequenceTable):
-    """Continuous batching over a `KVCache`."""
+class Scheduler:
+    """Continuous batching over a `KVCache`. Features attach as extensions (`extension.py`)."""
+
+    def __init__(self, kv: KVCache, max_slots: int, max_step_tokens: int = 2**31 - 1) -> None:
+        self.kv = kv
+        self.table = SequenceTable(max_slots, kv.block_size)
+        self.extensions: tuple[Extension, ...] = ()
+        self.step = 0  # the number of steps that were planned
+        self._max_step_tokens = max_step_tokens
+        self._newcomers = NewTenantReserve()
+        self.num_preemptions = 0
+        self.num_nonfinite = 0
+        self.num_started = 0
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_generated_tokens = 0
+
+    def attach(self, extension: Extension) -> None:
+        """Tell an extension of every sequence from now on."""
+        if extension not in self.extensions:
+            self.extensions += (extension,)
+
+    def extend(self, seq: Sequence, extension: Extension) -> None:
+        """Let an extension shape the rows of a sequence."""
+        self.attach(extension)
+        seq.extensions += (extension,)
+
+    def find(self, kind: type[E]) -> E | None:
+        """The extension of a kind, if it is attached."""
+        return found(self.extensions, kind)
+
+    @property
+    def has_work(self) -> bool:
+        table = self.table
+        if table.running or len(table.waiting):
+            return True
+        return any(each.has_work for each in self.extensions)
+
+    @property
+    def demand(self) -> Demand:
+        num_started_tokens = self.num_prompt_tokens - self.num_cached_tokens
+        return self.table.demand(num_started_tokens, self.num_generated_tokens)
+
+    def add(
+        self, seq: Sequence, request: GenerateRequest, submitted_at: float, queued_at: float
+    ) -> None:
+        """Queue a sequence. The caller has checked that the sequence fits an empty KV pool."""
+        assert self.kv.can_ever_fit(seq.max_len), seq.request_id
+        self.table.add(seq, self.step)
+        for each in (*self.extensions, *self.kv.extensions):
+            each.queued(seq, request, submitted_at, queued_at)
+        self.kv.read_ahead(seq)
+
+    def abort(self, request_id: str, choice: int | None, now: float) -> list[TokenDelta]:
+        """Abort one choice of a request, or all choices if `choice` is None, in any state. Unknown
+        ids are ignored.
+        """
+        for each in self.extensions:
+            each.aborted(request_id)
+        return [
+            self.finish(seq, "abort", now)
+            for seq in self.table.choices(request_id)
+            if choice in (None, seq.choice)
+        ]
+
+    def fail(self, seq: Sequence, error: EngineError, now: float) -> TokenDelta:
+        return self.finish(seq, "error", now, error)
+
+    def finish(
+        self, seq: Sequence, reason: FinishReason, now: float, error: EngineError | None = None
+    ) -> TokenDelta:
+        """Remove a sequence, free its blocks and its slot, and return its final delta."""
+        self._leave(seq, reason)
+        delta = self._complete(seq, token_delta(seq, (), None, False, error), False, now)
+        self.forget(seq)
+        return delta
+
+    def forget(self, seq: Sequence) -> None:
+        """Let the extensions drop what they know of a sequence that has ended, or that could not
+        be queued.
+        """
+        for each in (*self.extensions, *self.kv.extensions):
+            each.ended(seq)
+
+    def rollback(self) -> None:
+        """Return to the state after the last finished step. Steps in flight are forgotten, and
+        their output must not be applied. Tokens that finished steps have computed are kept.
+        """
+        for seq in self.table.sequences():
+            seq.num_sampling = 0
+            seq.num_computed = seq.num_confirmed
+
+    def check(self) -> None:
+        """Assert the invariants of queues, slots and memory."""
+        self.table.check()
+        self.kv.check(self.table.running)
+        for each in self.extensions:
+            each.check()
+
+    def rebuild(self) -> None:
+        """Reset to an empty state in which all blocks and slots are free. Allowed only when no
+        sequence runs or waits.
+        """
+        assert not self.has_work
+        self.kv.rebuild()
+        self.table.reset()
 
     def schedule(self, budget: int, now: float, *, pauses: bool = False) -> ScheduledBatch | None:
         """The rows of the next step, with at most `budget` tokens in total. None if no sequence can
         run. With `pauses`, sequences that decode have no rows.
         """
-        self._step += 1
-        self.clock.plan(now)
+        self.step += 1
+        for each in self.extensions:
+            each.planned(now)
+        table, running = self.table, self.table.running
         budget, kept = self._newcomers.room(
-            budget, self._waiting.tenants() if self._free_slots else (), self._running
+            budget, table.waiting.tenants() if table.free_slots else (), running
         )
         is_crowded = self._is_crowded(budget)
-        due = tenants_due(self._running, budget - kept)
+        due = tenants_due(running, budget - kept)
         if is_crowded:
-            kept = max(kept, (budget - len(self._running) - sum(due.values())) // 2)
+            kept = max(kept, (budget - len(running) - sum(due.values())) // 2)
         rows = self._schedule_running(budget - kept, due, pauses=pauses)
-        self._schedule_waiting(rows, budget - sum(row.length for row in rows), now, is_crowded)
+        self._schedule_waiting(rows, budget - sum(row.length for row in rows), is_crowded)
         if is_crowded:
             self._top_up(rows, budget - sum(row.length for row in rows))
         if pauses and not rows:  # no prompt can be computed now, so that nothing is gained
             rows = self._schedule_running(budget, due, pauses=False)
-        num_drafting, draft_s = 0, 0.0
-        if self.speculation is not None:
-            num_drafting = self.speculation.add_drafts(rows, budget - sum(r.length for r in rows))
-            draft_s = self.speculation.draft_s
-        if self.has_adapters:  # rows with the same adapter are computed together
-            rows.sort(key=lambda row: row.seq.adapter)
-        return ScheduledBatch(tuple(rows), num_drafting, draft_s) if rows else None
+        for each in self.extensions:
+            each.plan(rows, budget)
+        return ScheduledBatch(tuple(rows)) if rows else None
 
     def update(self, batch: ScheduledBatch, output: StepOutput, now: float) -> list[TokenDelta]:
         """Apply the output of a finished step, and return the new deltas. Rows of sequences that
         have ended meanwhile are skipped. If the output of a row cannot be applied, only the
         sequence of that row fails.
         """
-        deltas, next_row, pooled = [], 0, 0
+        deltas: list[TokenDelta] = []
+        next_row, pooled = 0, 0
         if output.captured is not None:
-            from engine.runtime.interp.steps import take_captures
-
             lost = InferenceError("What this request captured could not be kept.")
-            deltas += [self.fail(seq, lost, now) for seq in take_captures(batch, output)]
+            failed = [seq for each in self.extensions for seq in each.captured(batch, output)]
+            deltas += [self.fail(seq, lost, now) for seq in failed]
         tokens = output.tokens.tolist()
         finite = output.finite.tolist()
         for index, row in enumerate(batch.rows):
@@ -96,37 +187,31 @@ class Scheduler(SequenceTable):
             seq.num_sampling -= samples
             if not finite[index] and not draft:
                 self.num_nonfinite += 1
-                deltas.append(self.fail(seq, nonfinite(seq), now))
+                causes = [each.nonfinite(seq) for each in seq.extensions]
+                error = next((each for each in causes if each is not None), nonfinite())
+                deltas.append(self.fail(seq, error, now))
                 continue
             try:
                 # A `life` of 0 means that the sequence was preempted after this step was launched.
-                if num_scored and seq.lacks_scores and seq.life in (life, 0):
-                    self._add_scores(row, output, sample_row - num_scored)
+                if num_scored and seq.life in (life, 0):
+                    for each in seq.extensions:
+                        each.scored(row, output, sample_row - num_scored)
                 if draft:
                     deltas += self._take_draft(row, output, sample_row, finite[index], now)
                     continue
                 # After a preemption, the computed blocks no longer belong to the sequence.
                 if life == seq.life:
                     if seq.num_confirmed < seq.num_prompt:
-                        self._confirm_prompt(seq, start, start + length)
-                        if seq.reports_progress and not samples:
-                            deltas.append(progress_delta(seq, now))
+                        deltas += self._confirm_prompt(seq, start, start + length, samples, now)
                     else:
                         seq.num_confirmed = start + length
                 if samples:
                     delta = self._take(seq, output, sample_row, pool, tokens[sample_row], now)
-                    if not self._is_held(seq, delta):
+                    if delta is not None:
                         deltas.append(delta)
             except Exception:
                 deltas.append(self._fail_row(seq, now))
         return deltas
-
-    def _add_scores(self, row: Row, output: StepOutput, first_row: int) -> None:
-        """Add the logprobs of prompt tokens that a row computed. Rows may go beyond the prompt."""
-        seq = row.seq
-        count = min(row.num_scored, seq.num_prompt - 1 - row.start)
-        if count > 0:
-            seq.prompt_scores += scores(seq, output, first_row, first_row + count)
 
     def _fail_row(self, seq: Sequence, now: float) -> TokenDelta:
         log.exception("the step output of request %s could not be applied", seq.request_id)
@@ -134,6 +219,7 @@ class Scheduler(SequenceTable):
         if seq.finish_reason is None:
             return self.fail(seq, error, now)
         # The sequence has already left the queues, but its final delta was not sent.
+        self.forget(seq)
         return refusal(seq.request_id, seq.choice, error)
 
     def retry_row(self, row: Row) -> Row | None:
@@ -152,9 +238,9 @@ class Scheduler(SequenceTable):
         """Whether prompts in progress could use up the whole budget, so that none of it would be
         left for waiting sequences.
         """
-        if not self._free_slots or not len(self._waiting):
+        if not self.table.free_slots or not len(self.table.waiting):
             return False
-        return sum(seq.num_uncomputed for seq in self._running) >= budget
+        return sum(seq.num_uncomputed for seq in self.table.running) >= budget
 
     def _top_up(self, rows: list[Row], budget: int) -> None:
         """Make the rows of prompts in progress longer, with what was kept for waiting sequences and
@@ -164,7 +250,7 @@ class Scheduler(SequenceTable):
             seq, end = row.seq, row.start + row.length
             if budget <= 0:
                 return
-            if row.samples or seq.is_scoring or seq.images:
+            if row.samples or seq.extensions:
                 continue
             count = min(seq.num_uncomputed, budget, max(0, seq.room - end), self._room(rows))
             count = self.kv.row_length(seq, row.start, row.length + count) - row.length
@@ -177,7 +263,7 @@ class Scheduler(SequenceTable):
         self, budget: int, due: Mapping[Sequence, int], *, pauses: bool
     ) -> list[Row]:
         rows: list[Row] = []
-        running, index = self._running, 0
+        running, index = self.table.running, 0
         shares = prefill_shares(running, budget, due)
         new_row = tuple.__new__  # the fastest way to build a named tuple
         while index < len(running):
@@ -203,14 +289,10 @@ class Scheduler(SequenceTable):
             if shares:
                 count = min(count, shares.get(seq, count))
             count = self.kv.row_length(seq, start, count)
-            if seq.probe is not None:
-                count = min(count, seq.probe.max_row)
-            if seq.is_scoring:
-                count = min(count, num_scorable(rows))
-            if seq.images:
-                later = len(running) - index
-                count = whole_images(seq.images, start, count, self._room(rows) - later)
-                if not count or (seq.is_scoring and has_scored_enough(rows, count)):
+            if seq.extensions:
+                room = self._room(rows) - (len(running) - index)
+                count = self._shaped_length(seq, start, count, rows, room)
+                if not count:
                     continue
             end = start + count
             if end > seq.room:
@@ -222,54 +304,49 @@ class Scheduler(SequenceTable):
             budget -= count
         return rows
 
-    def _schedule_waiting(self, rows: list[Row], budget: int, now: float, is_crowded: bool) -> None:
+    def _schedule_waiting(self, rows: list[Row], budget: int, is_crowded: bool) -> None:
         """Admit waiting sequences, and add their rows. If `is_crowded`, the budget is what was kept
         for prompts that are much shorter than those in progress, and for new_tenants.
         """
-        if budget <= 0 or not self._free_slots:
-            self.clock.block(BUDGET if self._free_slots else SLOTS)
+        table, kv = self.table, self.kv
+        if budget <= 0 or not table.free_slots:
+            self._block("budget" if table.free_slots else "slots")
             return
-        passing = Passing(self._running if is_crowded else ())
-        for seq in self._waiting.in_order(self._step):
-            if budget <= 0 or not self._free_slots:
-                self.clock.block(BUDGET if self._free_slots else SLOTS)
+        passing = Passing(table.running if is_crowded else ())
+        for seq in table.waiting.in_order(self.step):
+            if budget <= 0 or not table.free_slots:
+                self._block("budget" if table.free_slots else "slots")
                 return
-            if seq.num_sampling > 0 or self._inflight.is_held(seq):
+            if seq.num_sampling > 0 or table.inflight.is_held(seq):
                 continue
             if not self._may_have_slot(seq):
-                self.clock.block(SLOTS)
+                self._block("slots")
                 if not passing.may_pass(seq):
                     return
                 continue
-            watch = seq.watch
-            assert watch is not None, seq.request_id
-            if self.kv.is_loading(seq):
-                watch.load()
+            if kv.is_loading(seq):
+                self._hold(seq, None)
                 continue
-            match = self.kv.no_match if self._starts_over(seq) else self.kv.match(seq)
+            match = kv.no_match if self._starts_over(seq) else kv.match(seq)
             num_matched = len(match.blocks)
-            # Blocks that a running sequence publishes are of no use without a checkpoint.
-            waits = self.kv.sharing and self.kv.states is None and not seq.starts_over
-            if waits and self._inflight.hold(seq, num_matched):
-                watch.hold(seq.held_by)
+            waits = kv.sharing and kv.publishes_at_once and not seq.starts_over
+            if waits and table.inflight.hold(seq, num_matched):
+                self._hold(seq, seq.queue.held_by)
                 continue
-            max_tokens = min(budget, num_scorable(rows)) if seq.is_scoring else budget
-            if seq.probe is not None:
-                max_tokens = min(max_tokens, seq.probe.max_row)
-            start = num_matched * self.kv.block_size
+            start = num_matched * kv.block_size
             if not passing.may_enter(seq, len(seq.tokens) - start):
-                self.clock.block(BUDGET)
+                self._block("budget")
                 if not passing.may_pass(seq):
                     return
                 continue
-            count = self.kv.row_length(seq, start, min(len(seq.tokens) - start, max_tokens))
-            if seq.images:
-                count = whole_images(seq.images, start, count, self._room(rows))
-                if not count or (seq.is_scoring and has_scored_enough(rows, count)):
-                    self.clock.block(BUDGET)
+            count = kv.row_length(seq, start, min(len(seq.tokens) - start, budget))
+            if seq.extensions:
+                count = self._shaped_length(seq, start, count, rows, self._room(rows))
+                if not count:
+                    self._block("budget")
                     return
-            if not self._admit(seq, match, start + count, now):
-                self.clock.block(BLOCKS)
+            if not self._admit(seq, match, start + count):
+                self._block("blocks")
                 if not passing.may_pass(seq, is_blocked=True):
                     return
                 continue
@@ -277,13 +354,35 @@ class Scheduler(SequenceTable):
             rows.append(self._grant(seq, count))
             budget -= count
 
+    def _shaped_length(
+        self, seq: Sequence, start: int, count: int, rows: list[Row], room: int
+    ) -> int:
+        """How many of the next `count` tokens of a sequence with extensions this step computes. At
+        most `room`, whatever the budget is.
+        """
+        is_scoring = seq.is_scoring
+        if is_scoring:
+            count = min(count, num_scorable(rows))
+        for each in seq.extensions:
+            count = each.row_length(seq, start, count, room)
+        return 0 if is_scoring and has_scored_enough(rows, count) else count
+
+    def _hold(self, seq: Sequence, owner: Sequence | None) -> None:
+        for each in self.extensions:
+            each.held(seq, owner)
+
+    def _block(self, lack: Lack) -> None:
+        for each in self.extensions:
+            each.blocked(lack)
+
     def _may_have_slot(self, seq: Sequence) -> bool:
         """Whether a sequence may have one of the free slots. The last one is for a tenant without
         running sequences, unless all requests are of one tenant.
         """
-        if len(self._free_slots) > 1 or self._max_slots == 1 or not seq.tenant:
+        table = self.table
+        if len(table.free_slots) > 1 or table.max_slots == 1 or not seq.tenant:
             return True
-        return all(each.tenant != seq.tenant for each in self._running)
+        return all(each.tenant != seq.tenant for each in table.running)
 
     def _room(self, rows: list[Row]) -> int:
         """How many tokens one more row can have at most, whatever the budget is."""
@@ -297,107 +396,138 @@ class Scheduler(SequenceTable):
             raise SequenceFaultError(seq) from error
 
     def _starts_over(self, seq: Sequence) -> bool:
-        """Whether a sequence must not use cached blocks. A pinned sequence must not share windowed
-        blocks: if others hold them too, it can't count on the blocks that its window leaves.
-        """
-        return seq.starts_over or (self.kv.windows is not None and seq.is_pinned)
+        """Whether a sequence must not use cached blocks."""
+        return seq.starts_over or any(each.starts_over(seq) for each in self.kv.extensions)
 
-    def _admit(self, seq: Sequence, match: Match, num_tokens: int, now: float) -> bool:
+    def _admit(self, seq: Sequence, match: Match, num_tokens: int) -> bool:
         reserve = len(seq.tokens)
         if seq.is_pinned:
             reserve = max(reserve, seq.max_len)
         try:
-            is_admitted = self.kv.admit(seq, match, len(self._running), reserve, num_tokens)
+            is_admitted = self.kv.admit(seq, match, self.table.num_running, reserve, num_tokens)
         except Exception as error:
             self.kv.release(seq)
             raise SequenceFaultError(seq) from error
         if not is_admitted:
             return False
-        self._waiting.remove(seq)
-        self._num_admissions += 1
-        seq.slot, seq.life = self._free_slots.pop(), self._num_admissions
-        seq.needs_history = True
-        if seq.lacks_scores:
-            seq.prompt_scores.clear()  # a preemption discarded that work, so scoring starts over
-        insort(self._running, seq, key=lambda s: s.seniority)
-        self._inflight.own(seq, len(match.blocks))
-        assert seq.watch is not None, seq.request_id
-        seq.watch.admit(seq)
-        if seq.started_at is None:
-            is_cache_off = not self.kv.sharing or self._starts_over(seq)
-            seq.watch.look_up(seq, self.kv, self._inflight.chain(seq), is_cache_off)
-            seq.started_at = now
-            # If its first step samples a token, that token says the same.
-            if seq.tells_begin and num_tokens < len(seq.tokens):
-                self.begun.append(seq)
+        self.table.admit(seq, len(match.blocks))
+        is_first = not seq.queue.num_preemptions
+        uses_cache = self.kv.sharing and not self._starts_over(seq)
+        chain = self.table.inflight.chain(seq)
+        for each in self.extensions:
+            each.admitted(seq, is_first, chain, uses_cache)
+        if is_first:
             self.num_started += 1
-            seq.num_cached = seq.num_reused(min(seq.num_computed, seq.num_prompt))
+            seq.num_cached = self.kv.num_reused(seq, min(seq.num_computed, seq.num_prompt))
             self.num_prompt_tokens += seq.num_prompt
             self.num_cached_tokens += seq.num_cached
-            self._waiting.charge(seq)
+            self.table.waiting.charge(seq)
         return True
 
     def _grant(self, seq: Sequence, count: int) -> Row:
         start = seq.num_computed
         samples = start + count == len(seq.tokens) + seq.num_sampling
-        if self.kv.states is not None:
-            self.kv.states.reserve(seq, start + count)
-        num_scored = count - samples
+        for each in self.kv.extensions:
+            each.granted(seq, start + count)
+        num_scored = count - samples if seq.extensions else 0
         if num_scored and not seq.needs_logits(start, start + num_scored):
             num_scored = 0
         seq.num_computed += count
         seq.num_sampling += samples
         return Row(seq, start, count, samples, seq.slot, seq.life, num_scored)
 
-    def _confirm_prompt(self, seq: Sequence, start: int, num_confirmed: int) -> None:
-        seq.num_confirmed = num_confirmed
-        if seq.watch is not None:
-            seq.watch.chunk(start, num_confirmed - start)
+    def _confirm_prompt(
+        self, seq: Sequence, start: int, end: int, samples: bool, now: float
+    ) -> list[TokenDelta]:
+        """A step has computed prompt tokens. Returns what the client is told of it."""
+        seq.num_confirmed = end
+        told = [each.confirmed(seq, start, samples, now) for each in self.extensions]
         self.kv.commit(seq)
-        if num_confirmed >= seq.num_prompt:
-            self._inflight.disown(seq)
+        if end >= seq.num_prompt:
+            self.table.inflight.disown(seq)
+        return [delta for delta in told if delta is not None]
 
     def _take(
         self, seq: Sequence, output: StepOutput, sample_row: int, pool: int, token: int, now: float
-    ) -> TokenDelta:
+    ) -> TokenDelta | None:
         """Apply the result of a row that sampled. The result is a token or, for an embedding
-        request, a vector.
+        request, a vector. Returns None if an extension holds the delta back.
         """
         if seq.pools:
             assert output.hidden is not None
             self._leave(seq, "stop")
-            return vector_delta(seq, output.hidden[pool], now)
-        is_stop = token in seq.stop_ids and seq.num_generated >= seq.params.min_tokens
-        constraint = seq.constraint
+            return self._end(seq, vector_delta(seq, output.hidden[pool]), True, now)
+        tokens, rules = seq.tokens, seq.rules
+        num_generated = len(tokens) - seq.num_prompt
+        is_stop = token in seq.stop_ids and num_generated >= seq.params.min_tokens
+        constraint = None if rules is None else rules.constraint
         if constraint is not None and not constraint.accept(token, is_stop):
             return self.fail(seq, constraint.error, now)
-        self._append(seq, token, is_stop)
-        return token_delta(seq, (token,), (output, sample_row), now)
-
-    def _take_draft(
-        self, row: Row, output: StepOutput, sample_row: int, is_finite: bool, now: float
-    ) -> list[TokenDelta]:
-        """Apply the result of a row with a draft: the accepted tokens, and the token after them."""
-        assert self.speculation is not None
-        seq, deltas = row.seq, []
-        sampled = output.tokens[sample_row : sample_row + row.length].tolist()
-        accepted = self.speculation.accept(row, sampled, is_finite)
-        for index, token in enumerate(accepted):
-            if seq.life == row.life:
-                seq.num_confirmed = row.start + 1 + index
-            deltas.append(self._take(seq, output, sample_row + index, 0, token, now))
-            if seq.finish_reason is not None:
-                break
-        if deltas:
-            counts = {"num_drafted": len(row.draft), "num_accepted": len(accepted) - 1}
-            deltas[0] = replace(deltas[0], **counts)
-        return deltas
-
-    def _append(self, seq: Sequence, token: int, is_stop: bool) -> None:
-        tokens, constraint = seq.tokens, seq.constraint
         tokens.append(token)
         self.num_generated_tokens += 1
         if is_stop or (constraint is not None and constraint.is_complete):
             self._leave(seq, "stop")
-        elif len(tokens) >= seq.num_prompt + seq.max_tokens:
+        elif num_generated + 1 >= seq.max_tokens:
             self._leave(seq, "length")
+        is_first = num_generated == seq.queue.num_resumed
+        delta = token_delta(seq, (token,), (output, sample_row), is_first)
+        if seq.finish_reason is not None:
+            return self._end(seq, delta, is_first, now)
+        return self._complete(seq, delta, True, now) if is_first else delta
+
+    def _take_draft(
+        self, row: Row, output: StepOutput, sample_row: int, is_finite: bool, now: float
+    ) -> list[TokenDelta]:
+        """Apply the result of a row with a draft: the accepted tokens, and the token after them. If
+        the row gave non-finite values, none count: the draft may be the reason.
+        """
+        seq, draft = row.seq, row.draft
+        sampled = output.tokens[sample_row : sample_row + row.length].tolist()
+        count = 0
+        while is_finite and count < len(draft) and draft[count] == sampled[count]:
+            count += 1
+        for each in self.extensions:
+            each.verified(row, count, is_finite)
+        num_taken = count + 1 if is_finite else 0
+        if seq.life == row.life:
+            seq.num_computed -= row.length - num_taken
+        deltas: list[TokenDelta] = []
+        for index, token in enumerate(sampled[:num_taken]):
+            if seq.life == row.life:
+                seq.num_confirmed = row.start + 1 + index
+            delta = self._take(seq, output, sample_row + index, 0, token, now)
+            if delta is not None:
+                deltas.append(delta)
+            if seq.finish_reason is not None:
+                break
+        if deltas:
+            deltas[0] = replace(deltas[0], num_drafted=len(draft), num_accepted=count)
+        return deltas
+
+    def _complete(self, seq: Sequence, delta: TokenDelta, is_first: bool, now: float) -> TokenDelta:
+        for each in (*self.extensions, *self.kv.extensions):
+            delta = each.complete(seq, delta, is_first, now)
+        return delta
+
+    def _end(
+        self, seq: Sequence, delta: TokenDelta, is_first: bool, now: float
+    ) -> TokenDelta | None:
+        """Complete the last delta of a sequence that has left. None if it is held back."""
+        delta = self._complete(seq, delta, is_first, now)
+        is_held = any(each.holds_back(seq, delta) for each in seq.extensions)
+        self.forget(seq)
+        return None if is_held else delta
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Release everything that the sequence holds and queue it again."""
+        for each in self.extensions:
+            each.preempted(seq)
+        self.kv.release(seq)
+        self.table.preempt(seq)
+        self.num_preemptions += 1
+
+    def _leave(self, seq: Sequence, reason: FinishReason) -> None:
+        is_running = seq.slot >= 0
+        self.table.leave(seq, reason)
+        if is_running:
+            self.kv.release(seq)

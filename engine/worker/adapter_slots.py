@@ -5,18 +5,16 @@ from engine.core.memory import memory_room
 from engine.ipc.options import EngineOptions
 from engine.runtime.groups.adapter_slots import AdapterSlots
 from engine.runtime.model_runner import AdapterRunner
-from engine.runtime.scheduler import Scheduler
 from engine.weights.model import ModelSource
 
 
 def adapter_slots(
-    runner: AdapterRunner, options: EngineOptions, scheduler: Scheduler, source: ModelSource
+    runner: AdapterRunner, options: EngineOptions, source: ModelSource
 ) -> AdapterSlots:
     config, max_rank = source.config, options.max_adapter_rank
     return AdapterSlots(
         runner,
         lambda path: open_adapter(path, config, max_rank),
-        lambda: {seq.adapter for seq in scheduler.sequences()},
         options.max_adapters,
         min(options.adapter_bytes, memory_room().plannable // 4),
     )

@@ -88,12 +88,13 @@ def build_scheduler(spec: RunnerSpec, options: EngineOptions, bytes_per_token: i
     pool = BlockPool(spec.num_blocks)
     windows = window_group(spec, max_step_tokens(spec, options))
     states = state_group(spec) if options.cache_enabled else None
+    groups = [group for group in (windows, states) if group is not None]
     radix = RadixCache(
         pool,
         spec.block_size,
         options.eviction_policy,
         options.cache_ttl_s,
-        columns=[group.column for group in (windows, states) if group is not None],
+        columns=[group.column for group in groups],
     )
     limit, target = options.cache_bytes, options.kv_target_bytes
     block_bytes = bytes_per_token * spec.block_size
@@ -105,8 +106,7 @@ def build_scheduler(spec: RunnerSpec, options: EngineOptions, bytes_per_token: i
         max_cached_blocks=limit // block_bytes if limit is not None else None,
         max_cached_sequences=options.cache_max_sequences,
         target_blocks=target // block_bytes if target is not None else None,
-        windows=windows,
-        states=states,
+        groups=groups,
     )
     return Scheduler(kv, spec.max_slots, max_step_tokens(spec, options))
 
@@ -139,11 +139,11 @@ def build_loop(
         kv = scheduler.kv
         add_tiers(options.tiers, options.peers, kv, runner, source, budget.prompt_s)
     if speculates(spec, options.speculation if draft is None else "on"):
-        scheduler.speculation = Speculation(scheduler.kv, budget, _model_drafts(draft, budget))
+        scheduler.attach(Speculation(scheduler.kv, budget, _model_drafts(draft, budget)))
     grammars = grammars or Grammars(functools.partial(_vocabulary, options))
     adapters = None
     if options.max_adapters and source is not None and isinstance(runner, AdapterRunner):
-        adapters = functools.partial(_adapter_places, runner, options, scheduler, source)
+        adapters = functools.partial(_adapter_places, runner, options, source)
     return EngineLoop(
         scheduler, runner, channel, budget, options.max_queued, pulse, grammars, images, adapters
     )
@@ -235,7 +235,7 @@ def serve_runner(
     loop = build_loop(
         runner, options, plan.bytes_per_token, channel, pulse, grammars, images, source, draft
     )
-    spec, tiers = runner.spec, loop.scheduler.kv.tiers
+    spec, kv = runner.spec, loop.scheduler.kv
     channel.send(
         Ready(
             max_seq_len=spec.max_seq_len,
@@ -245,8 +245,8 @@ def serve_runner(
             dtype=config.dtype,
             device=config.device,
             load_s=time.monotonic() - started_at,
-            speculates=loop.scheduler.speculation is not None,
-            cache_identity="" if tiers is None else tiers.identity.hex(),
+            speculates=loop.scheduler.find(Speculation) is not None,
+            cache_identity=b"".join(each.identity for each in kv.extensions).hex(),
         )
     )
     loop.run()

@@ -67,26 +67,24 @@ def add_tiers(
     identity = cache_identity(source, runner)
     new_row = runner.row_maker() if isinstance(runner, PinnedMover) else None
     tiers = [] if options is None else open_tiers(options, new_row)
-    if peers is None:
-        attach_tiers(kv, runner, runner.spec, tiers, identity, prompt_s, kind).start()
-    elif peers.role == "decode":
+    outgoing = None
+    if peers is not None and peers.role == "decode":
         tiers.insert(0, PeerTier())
-        attach_tiers(kv, runner, runner.spec, tiers, identity, prompt_s, kind).start()
-    else:
+    elif peers is not None:
         outgoing = HostTier(peers.kept_bytes, "lru", None, name="outgoing")
         tiers.append(outgoing)
-        mover = attach_tiers(kv, runner, runner.spec, tiers, identity, prompt_s, kind)
-        _add_server(kv, outgoing, peers, mover)
-        mover.start()
+    attached = attach_tiers(kv, runner, runner.spec, tiers, identity, prompt_s, kind)
+    if peers is not None and outgoing is not None:
+        attached.block_server = _block_server(outgoing, peers, attached.mover)
+    attached.mover.start()
     log.info("cache tiers: %s", ", ".join(tier.name for tier in tiers))
 
 
-def _add_server(kv: KVCache, outgoing: HostTier, peers: PeerOptions, mover: OffloadWorker) -> None:
-    """Let other engines fetch blocks. The server starts when it is told the token."""
-    assert kv.tiers is not None
+def _block_server(outgoing: HostTier, peers: PeerOptions, mover: OffloadWorker) -> BlockServer:
+    """Lets other engines fetch blocks. The server starts when it is told the token."""
     files = (peers.cert_file, peers.key_file) if peers.cert_file else None
     try:
-        kv.tiers.block_server = BlockServer(outgoing, peers.listen, lambda: mover.is_writing, files)
+        return BlockServer(outgoing, peers.listen, lambda: mover.is_writing, files)
     except OSError as error:
         raise ConfigError(f"{peers.cert_file}: {error.strerror or error}") from None
 

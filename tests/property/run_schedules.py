@@ -36,7 +36,6 @@ from engine.core.interfaces.request import (
 )
 from engine.runtime.groups.adapter_slots import AdapterSlots
 from engine.runtime.model_runner import RunnerSpec
-from engine.runtime.scheduler import Scheduler
 from engine.runtime.tiers.base import Tier
 from engine.runtime.tiers.host import HostTier
 from tests.property.schedule_engine import RETRIED, TIER_BYTES, Engine, Shape
@@ -159,9 +158,8 @@ def adapters_model(rng: random.Random) -> Model:
         }
     refs = [None, *(AdapterRef(each.key, name) for name, each in made.items())]
 
-    def places(scheduler: Scheduler) -> AdapterSlots:
-        in_use = lambda: {seq.adapter for seq in scheduler.sequences()}  # noqa: E731
-        return InlinePlaces(runner, lambda path: made[str(path)], in_use, 2, 1)
+    def places() -> AdapterSlots:
+        return InlinePlaces(runner, lambda path: made[str(path)], 2, 1)
 
     prompts = [tuple(tiny_models.text(24, seed=90)[: rng.randint(1, 24)]) for _ in range(4)]
     requests = [

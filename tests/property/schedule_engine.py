@@ -25,7 +25,7 @@ from engine.runtime.speculation.draft_model import DraftModel
 from engine.runtime.speculation.drafts import Speculation
 from engine.runtime.speculation.model_drafts import ModelDrafts
 from engine.runtime.tiers.base import Tier
-from engine.runtime.tiers.kv_tiers import BlockMover, attach_tiers
+from engine.runtime.tiers.kv_tiers import BlockMover, KVTiers, attach_tiers
 from engine.runtime.tiers.record import identity_of
 from tests.support.toy_engine.engine import FixedPrice
 from tests.support.toy_engine.tiers import InlineMover
@@ -73,7 +73,7 @@ class Engine:
         shape: Shape,
         tier: Tier | None = None,
         draft: ModelRunner | None = None,
-        places: "Callable[[Scheduler], AdapterSlots] | None" = None,
+        places: "Callable[[], AdapterSlots] | None" = None,
     ) -> None:
         size = runner.spec.block_size
         self.pool = BlockPool(shape.num_blocks + 1)
@@ -94,10 +94,9 @@ class Engine:
             model = None
             if draft is not None and shape.has_draft_model:
                 model = ModelDrafts(DraftModel(draft, max_tokens=64), FixedPrice())
-            self.scheduler.speculation = Speculation(self.kv, FixedPrice(), model)
-        adapters = None if places is None else lambda: places(self.scheduler)
+            self.scheduler.attach(Speculation(self.kv, FixedPrice(), model))
         self._loop = EngineLoop(
-            *(self.scheduler, runner, self.channel, budget, 1000), adapters=adapters
+            *(self.scheduler, runner, self.channel, budget, 1000), adapters=places
         )
         if shape.paces:
             self._loop._throttle = PrefillThrottle(budget)
@@ -114,9 +113,11 @@ class Engine:
                 for block in row.seq.blocks:
                     root = owners.setdefault(block, row.seq.namespace)
                     assert root == row.seq.namespace, "two roots share a block"
-            self.seen["mixes"] += len({row.seq.adapter for row in batch.rows}) > 1
+            adapters = self.scheduler.find(AdapterSlots)
+            places = {} if adapters is None else adapters.used
+            self.seen["mixes"] += len({places.get(row.seq, 0) for row in batch.rows}) > 1
             self.seen["adapter_returns"] += sum(
-                row.seq.adapter > 0 and row.seq.num_preemptions > 0 for row in batch.rows
+                row.seq in places and row.seq.queue.num_preemptions > 0 for row in batch.rows
             )
             self.seen["batches"] += len(batch.rows) > 1
             self.seen["chunks"] += sum(
@@ -140,12 +141,12 @@ class Engine:
         found = Counter(self.seen)
         found["preemptions"] += self.scheduler.num_preemptions
         found["hits"] += self.kv.num_hit
-        if self.kv.tiers is not None:
-            found["loads"] += sum(each.hits for each in self.kv.tiers.stats())
-        if self.scheduler.speculation is not None:
-            found["drafted"] += self.scheduler.speculation.num_drafted
-            found["accepted"] += self.scheduler.speculation.num_accepted
-            found["by_model"] += self.scheduler.speculation.num_model_accepted
+        if (tiers := self.kv.find(KVTiers)) is not None:
+            found["loads"] += sum(each.hits for each in tiers.tier_stats())
+        if (drafts := self.scheduler.find(Speculation)) is not None:
+            found["drafted"] += drafts.num_drafted
+            found["accepted"] += drafts.num_accepted
+            found["by_model"] += drafts.num_model_accepted
         return found
 
     def take_over(self, dead: "Engine", requests: dict[str, GenerateRequest]) -> None:

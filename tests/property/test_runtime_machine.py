@@ -349,7 +349,8 @@ class RuntimeMachine(RuleBasedStateMachine):
         can undo more than the other sequences compute meanwhile.
         """
         scheduler = self.engine.scheduler
-        counts = Counter({(s.request_id, s.choice): s.num_confirmed for s in scheduler.sequences()})
+        live = scheduler.table.sequences()
+        counts = Counter({(s.request_id, s.choice): s.num_confirmed for s in live})
         counts["ended"] = sum(o.finish_reason is not None for o in self.engine.outcomes.values())
         counts["generated"] = scheduler.num_generated_tokens
         counts["preempted"] = scheduler.num_preemptions
@@ -365,10 +366,11 @@ def test_a_preemption_is_not_counted_as_lack_of_progress():
     prompt = [index % 3 for index in range(14)]
     machine._submit(prompt, n=2, max_tokens=7)
     machine.turn(count=2)
-    num_computed = [seq.num_confirmed for seq in machine.engine.scheduler.sequences()]
+    num_computed = [seq.num_confirmed for seq in machine.engine.scheduler.table.sequences()]
     machine.turn(count=4)
     assert machine.engine.scheduler.num_preemptions == 1
-    assert sum(s.num_confirmed for s in machine.engine.scheduler.sequences()) < sum(num_computed)
+    live = machine.engine.scheduler.table.sequences()
+    assert sum(s.num_confirmed for s in live) < sum(num_computed)
     machine.run_to_the_end()
 
 

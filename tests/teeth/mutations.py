@@ -226,7 +226,7 @@ INVARIANTS = [
     ),
     runtime(
         "INV-30 masks are ignored",
-        "step_runner",
+        "loop",
         "        sampling = self._builder.sampling(batch, mask)\n",
         "        sampling = self._builder.sampling(batch, None)\n",
     ),
@@ -344,7 +344,7 @@ GUARDS = [
     ),
     runtime(
         "SEC-31 a flood pushes out another's prefixes",
-        "eviction_order",
+        "radix_cache",
         "        return self.by_tenant[tenant] * len(self._present) <= self._total\n",
         "        return False\n",
         f"{SECURITY}/access/test_tenant_cache.py::test_a_flood_leaves_another_tenant_its_cache_share",

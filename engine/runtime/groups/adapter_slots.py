@@ -13,16 +13,19 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
+import numpy as np
 
 from engine.core.errors import EngineError, InferenceError, InvalidRequestError
 from engine.core.interfaces.request import AdapterFacts, AdapterRef, Control, ControlReply
 from engine.core.sandbox.checkpoint_validation import identity_of
-from engine.runtime.model_runner import AdapterRunner
+from engine.runtime.extension import Extension
+from engine.runtime.model_runner import AdapterRunner, BatchInputs
+from engine.runtime.sequence import Row, Sequence
 
 log = logging.getLogger(__name__)
 
@@ -57,23 +60,21 @@ class _Loaded:
     packed: PackedAdapter
 
 
-class AdapterSlots:
-    """Gives places to the adapters of requests. Only the engine loop's thread calls it.
-
-    `read` opens the files of an adapter. `in_use` returns the places that sequences have.
+class AdapterSlots(Extension):
+    """Gives places to the adapters of requests. Only the engine loop's thread calls it. `read`
+    opens the files of an adapter.
     """
 
     def __init__(
         self,
         runner: AdapterRunner,
         read: Callable[[Path], ReadAdapter],
-        in_use: Callable[[], set[int]],
         num_places: int,
         max_host_bytes: int,
     ) -> None:
         self._runner = runner
         self._read = read
-        self._in_use = in_use
+        self.used: dict[Sequence, int] = {}  # the places of sequences that have not ended
         self._max_host_bytes = max_host_bytes
         self._thread: ThreadPoolExecutor | None = None  # made for the first adapter
         self._loading: dict[str, Future[_Loaded]] = {}  # by path
@@ -107,7 +108,7 @@ class AdapterSlots:
         loaded = self._loaded(ref)
         if loaded is None:
             return None
-        used = self._in_use()
+        used = set(self.used.values())
         free = next((each for each in self._placed if each not in used), None)
         if free is None:
             # Requests for the adapter in the oldest place wait, too, so that it becomes free.
@@ -118,6 +119,22 @@ class AdapterSlots:
         self._placed[free] = ref.key
         self._placed.move_to_end(free)
         return free
+
+    def use(self, seq: Sequence, place: int) -> None:
+        """A new sequence uses an adapter, until it ends."""
+        self.used[seq] = place
+
+    def ended(self, seq: Sequence) -> None:
+        self.used.pop(seq, None)
+
+    def plan(self, rows: list[Row], budget: int) -> None:
+        """Rows with the same adapter are computed together."""
+        if self.used:
+            rows.sort(key=lambda row: self.used.get(row.seq, 0))
+
+    def add_inputs(self, inputs: BatchInputs, rows: tuple[Row, ...]) -> BatchInputs:
+        places = np.array([self.used.get(row.seq, 0) for row in rows], np.int32)
+        return replace(inputs, adapter_ids=places)
 
     def control(self, message: Control) -> None:
         """Begin to load the adapter at a path. `reply` answers later."""

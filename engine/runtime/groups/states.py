@@ -6,13 +6,15 @@ and the runner copies the state after that row. Checkpoints are the entries of a
 prefix cache. Entry e is state `max_slots` + e of the runner.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence as Listed
+from dataclasses import replace
 
 import numpy as np
 
 from engine.runtime.block_pool import BlockPool
+from engine.runtime.extension import CacheExtension
 from engine.runtime.groups.aux_block_state import AuxBlockState
-from engine.runtime.model_runner import I32, NULL_BLOCK, RunnerSpec
+from engine.runtime.model_runner import NULL_BLOCK, BatchInputs, RunnerSpec
 from engine.runtime.sequence import Row, Sequence
 
 # In prompts, there is a checkpoint after every so many blocks, and one after the last block whose
@@ -20,24 +22,32 @@ from engine.runtime.sequence import Row, Sequence
 STRIDE = 32
 
 
-class StateGroup:
-    """Takes checkpoints of running sequences. `Sequence.checkpoints` has those that a sequence
-    holds, by the index of the block at whose end they are.
+class StateGroup(CacheExtension):
+    """Takes checkpoints of running sequences. `first_state` is the index of checkpoint 0 among the
+    states of the runner.
     """
 
-    def __init__(self, pool: BlockPool, block_size: int) -> None:
+    column: AuxBlockState
+    # Blocks that a running sequence publishes are of no use without a checkpoint.
+    publishes_at_once = False
+
+    def __init__(self, pool: BlockPool, block_size: int, first_state: int) -> None:
         self.pool = pool
         self.column = AuxBlockState(pool, reach=1)
         self._block_size = block_size
+        self._first_state = first_state
+        # The checkpoints that each running sequence holds, by the index of the block at whose end
+        # they are
+        self._held: dict[Sequence, dict[int, int]] = {}
 
-    def resume(self, seq: Sequence, entries: list[int], num_blocks: int) -> None:
+    def resume(self, seq: Sequence, entries: list[int], num_blocks: int, reserve: int) -> None:
         """Let a sequence start after a cached prefix. It holds the checkpoint while it runs,
         because a failed step starts over from there.
         """
         self.column.share(entries)
-        seq.checkpoints = dict.fromkeys((num_blocks - 1,), *entries) if entries else {}
+        self._held[seq] = dict.fromkeys((num_blocks - 1,), *entries) if entries else {}
 
-    def cut(self, seq: Sequence, start: int, count: int) -> int:
+    def row_length(self, seq: Sequence, start: int, count: int, room: int) -> int:
         """The length of a row that begins at `start`, shortened so that it ends at the next
         checkpoint.
         """
@@ -46,39 +56,62 @@ class StateGroup:
             return count
         return min(count, min(last, (start // step + 1) * step) - start)
 
-    def reserve(self, seq: Sequence, end: int) -> None:
+    def granted(self, seq: Sequence, end: int) -> None:
         """Take an entry for a checkpoint after `end` tokens, if one belongs there and an entry is
         free.
         """
-        size = self._block_size
+        size, held = self._block_size, self._held[seq]
         belongs = 0 < end <= self._last(seq) and (
             end == self._last(seq) or not end % (STRIDE * size)
         )
-        if not belongs or end // size - 1 in seq.checkpoints:
+        if not belongs or end // size - 1 in held:
             return
         if self.pool.num_free + self.pool.num_evictable:
-            seq.checkpoints[end // size - 1] = self.column.take(1)[0]
+            held[end // size - 1] = self.column.take(1)[0]
 
     def entries(self, seq: Sequence, num_blocks: int) -> list[int]:
         """The checkpoint of each of the first blocks, or NULL_BLOCK."""
-        return [seq.checkpoints.get(index, NULL_BLOCK) for index in range(num_blocks)]
+        held = self._held.get(seq, {})
+        return [held.get(index, NULL_BLOCK) for index in range(num_blocks)]
 
-    def drop_taken(self, seq: Sequence, num_blocks: int | None = None) -> None:
+    def committed(self, seq: Sequence, num_blocks: int | None = None) -> None:
         """Drop the checkpoints of the first `num_blocks` blocks, or all, but for the one with which
         the sequence started.
         """
-        for index in list(seq.checkpoints):
+        held = self._held[seq]
+        for index in list(held):
             if index != seq.num_matched - 1 and (num_blocks is None or index < num_blocks):
-                self.column.drop((seq.checkpoints.pop(index),), can_resume=True)
+                self.column.drop((held.pop(index),), can_resume=True)
 
     def release(self, seq: Sequence) -> None:
-        self.column.drop(seq.checkpoints.values(), can_resume=True)
-        seq.checkpoints = {}
+        self.column.drop(self._held.pop(seq, {}).values(), can_resume=True)
 
-    def check(self, sequences: Iterable[Sequence]) -> None:
+    def evict(self) -> int:
+        return self.column.evict(self.pool.num_evictable)
+
+    def reset(self) -> None:
+        self.pool.reset()
+        self._held.clear()
+
+    def check_held(self, sequences: Listed[Sequence]) -> None:
         """Assert that reference counts agree with what the sequences hold."""
-        held = [list(seq.checkpoints.values()) for seq in sequences]
-        self.pool.check(held, self.column.entries())
+        self.pool.check(
+            [list(held.values()) for held in self._held.values()], self.column.entries()
+        )
+
+    def add_inputs(self, inputs: BatchInputs, rows: tuple[Row, ...]) -> BatchInputs:
+        """Add the states that rows start from, and those that they are copied to."""
+        if not any(self._held[row.seq] for row in rows):
+            return inputs
+        size, first = self._block_size, self._first_state
+        found = np.full((2, len(rows)), -1, np.int32)
+        for index, (seq, start, length, *_) in enumerate(rows):
+            matched, end, held = seq.num_matched * size, start + length, self._held[seq]
+            if start == matched and matched:
+                found[0, index] = first + held[seq.num_matched - 1]
+            if not end % size and end > matched and end // size - 1 in held:
+                found[1, index] = first + held[end // size - 1]
+        return replace(inputs, state_load=found[0], state_save=found[1])
 
     def _last(self, seq: Sequence) -> int:
         return (seq.num_prompt - 1) // self._block_size * self._block_size
@@ -88,21 +121,5 @@ def state_group(spec: RunnerSpec) -> StateGroup | None:
     """The checkpoints of a runner, or None if it has none."""
     if not spec.num_checkpoints:
         return None
-    return StateGroup(BlockPool(spec.num_checkpoints + 1), spec.block_size)
-
-
-def checkpoint_arrays(rows: tuple[Row, ...], spec: RunnerSpec) -> tuple[I32 | None, I32 | None]:
-    """The states that rows start from, and those that they are copied to (`state_load` and
-    `state_save` of `BatchInputs`).
-    """
-    if not any(row.seq.checkpoints for row in rows):
-        return None, None
-    size, first = spec.block_size, spec.max_slots
-    found = np.full((2, len(rows)), -1, np.int32)
-    for index, (seq, start, length, *_) in enumerate(rows):
-        matched, end = seq.num_matched * size, start + length
-        if start == matched and matched:
-            found[0, index] = first + seq.checkpoints[seq.num_matched - 1]
-        if not end % size and end > matched and end // size - 1 in seq.checkpoints:
-            found[1, index] = first + seq.checkpoints[end // size - 1]
-    return found[0], found[1]
+    pool = BlockPool(spec.num_checkpoints + 1)
+    return StateGroup(pool, spec.block_size, spec.max_slots)

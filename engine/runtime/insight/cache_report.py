@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING
 
 from engine.core.interfaces.request import CachedPrefixes
 from engine.core.prefix_hashes import UNIT_TOKENS, as_number, next_hash, root_hash
-from engine.runtime.radix_node import Node, Root
-from engine.runtime.sequence import Tokens, packed
+from engine.runtime.extension import CacheExtension
+from engine.runtime.radix_cache import Node, Root
+from engine.runtime.sequence import Sequence, Tokens, packed
 
 if TYPE_CHECKING:
     from engine.runtime.kv_cache import KVCache
 
 
-class CacheReport:
+class CacheReport(CacheExtension):
     """The hashes of all cached blocks of `kv`, and the changes since the last message."""
 
     def __init__(self, kv: "KVCache") -> None:
@@ -26,7 +27,7 @@ class CacheReport:
         self._added: dict[int, None] = {}
         self._removed: dict[int, None] = {}
         self._is_all = True
-        kv.report = self
+        kv.attach(self)
         kv.pool.on_uncached = self._uncached
         for node in kv.radix.tops():
             self._walk(node)
@@ -35,12 +36,15 @@ class CacheReport:
         """Let the next message have everything, because a router has lost what it knew."""
         self._is_all = True
 
-    def cleared(self) -> None:
+    def inserted(self, seq: Sequence, tokens: Tokens, blocks: list[int]) -> None:
+        self._published(seq.namespace, tokens, blocks)
+
+    def reset(self) -> None:
         """The cache was emptied at once."""
         self._of_block.clear()
         self._is_all = True
 
-    def published(self, namespace: str, tokens: Tokens, blocks: list[int]) -> None:
+    def _published(self, namespace: str, tokens: Tokens, blocks: list[int]) -> None:
         """Note the blocks of a prefix that are now in the cache. Those that were there before have
         known hashes.
         """
@@ -65,7 +69,7 @@ class CacheReport:
                 self._of_block[block] = found
                 self._note(found, self._added, self._removed)
 
-    def take(self) -> CachedPrefixes | None:
+    def news(self) -> CachedPrefixes | None:
         """The message to send now, if anything has changed."""
         if self._is_all:
             every = [as_number(each) for found in self._of_block.values() for each in found]
@@ -99,13 +103,14 @@ class CacheReport:
         while pending:
             node, tokens, above = pending.pop()
             tokens, blocks = tokens + node.tokens, above + node.blocks
-            self.published(top.parent.namespace, tokens, blocks)
+            self._published(top.parent.namespace, tokens, blocks)
             pending += [(child, tokens, blocks) for child in node.children.values()]
 
 
 def report_cache(kv: "KVCache") -> None:
     """Report everything that is cached, and from now on each change of it."""
-    if kv.report is None:
+    report = kv.find(CacheReport)
+    if report is None:
         CacheReport(kv)
     else:
-        kv.report.restart()
+        report.restart()

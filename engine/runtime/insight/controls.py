@@ -27,7 +27,10 @@ def answer_control(kv: "KVCache", message: Control) -> ControlReply:
 
 
 def _serve_blocks(kv: "KVCache", message: Control) -> ControlReply:
-    server = None if kv.tiers is None else kv.tiers.block_server
+    from engine.runtime.tiers.kv_tiers import KVTiers  # few engines have tiers
+
+    tiers = kv.find(KVTiers)
+    server = None if tiers is None else tiers.block_server
     if server is None:
         return ControlReply(message.control_id, False, NO_BLOCKS)
     token, _, host = message.value.partition(" ")

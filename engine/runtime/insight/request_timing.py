@@ -10,6 +10,9 @@ from bisect import bisect_left
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
+from msgspec.structs import replace
+
+from engine.core.interfaces.request import GenerateRequest, TokenDelta
 from engine.core.interfaces.timeline import (
     BATCH_EDGES,
     MAX_CHUNKS,
@@ -21,12 +24,15 @@ from engine.core.interfaces.timeline import (
     Pause,
     Timeline,
 )
+from engine.runtime.extension import Extension, Lack
 
 if TYPE_CHECKING:
     from engine.runtime.kv_cache import KVCache
+    from engine.runtime.scheduler import Scheduler
     from engine.runtime.sequence import Sequence, Tokens
 
 STEP, SLOTS, BUDGET, BLOCKS, TURN, PRIORITY, PREFIX, TIER = range(len(WAITS))
+LACKS: dict[Lack, int] = {"slots": SLOTS, "budget": BUDGET, "blocks": BLOCKS}
 # A sequence looks among this many latest admissions for sequences that overtook it.
 MAX_ADMISSIONS = 256
 MAX_STEPS = 128
@@ -158,13 +164,28 @@ class RequestTiming:
         "_prompt_done",
         "divergence",
         "is_cache_off",
+        "first_token_at",
         "num_evicted",
+        "queued_at",
+        "started_at",
+        "submitted_at",
     )
 
     def __init__(
-        self, clock: EngineClock, num_before: int, now: float, leader: "Sequence | None"
+        self,
+        clock: EngineClock,
+        num_before: int,
+        now: float,
+        leader: "RequestTiming | None",
+        submitted_at: float = 0.0,
     ) -> None:
-        """`leader` is a running sequence that computes the same prefix, if there is one."""
+        """`leader` is that of a running sequence that computes the same prefix, if there is one.
+        `now` is when its grammar was compiled and its images were encoded.
+        """
+        self.submitted_at = submitted_at
+        self.queued_at = now
+        self.started_at: float | None = None
+        self.first_token_at: float | None = None
         self._clock = clock
         self._num_before = num_before
         self._base = clock.waits(now)
@@ -182,7 +203,7 @@ class RequestTiming:
         self.is_cache_off = False
         self.divergence: Divergence | None = None
 
-    def hold(self, leader: "Sequence | None") -> None:
+    def hold(self, leader: "RequestTiming | None") -> None:
         """The sequence waits for another one that computes the same prefix."""
         if self._leader is None:
             self._leader, self._led_since = leader, self._clock.waits(self._clock.now)
@@ -196,6 +217,7 @@ class RequestTiming:
         """The sequence was admitted. The first time, this computes what it waited for."""
         now = self._clock.now
         if self._admitted is None:
+            self.started_at = now
             self._admitted = self._waited(seq, now)
             self._leader = None
             self._clock.admissions.append(
@@ -209,7 +231,7 @@ class RequestTiming:
         prompt's blocks. Called after the first admission.
         """
         self.is_cache_off = is_cache_off
-        if is_cache_off or kv.states is not None:
+        if is_cache_off or not kv.publishes_at_once:
             return
         # The block of the last prompt token is never taken from the cache.
         chain = chain[: (seq.num_prompt - 1) // kv.block_size]
@@ -236,6 +258,7 @@ class RequestTiming:
         )
 
     def first_token(self, now: float) -> None:
+        self.first_token_at = now
         self._decoding = self._clock.work()
         self._prompt_done = self._clock.waits(now)
 
@@ -248,29 +271,26 @@ class RequestTiming:
             num_pauses += 1
         return Timeline(
             choice=seq.choice,
-            submitted_at=seq.submitted_at,
-            queued_at=seq.queued_at,
-            started_at=seq.started_at,
-            first_token_at=seq.first_token_at,
+            submitted_at=self.submitted_at,
+            queued_at=self.queued_at,
+            started_at=self.started_at,
+            first_token_at=self.first_token_at,
             ended_at=now,
             finish_reason=seq.finish_reason or "",
             waits=waits,
-            has_grammar=seq.constraint is not None,
-            num_images=len(seq.images),
+            has_grammar=seq.rules is not None and seq.rules.constraint is not None,
             num_before=self._num_before,
             num_overtaken=num_overtaken,
             num_prompt=seq.num_prompt,
             num_cached=seq.num_cached,
-            loaded_from=seq.loaded_from,
-            prefilled=None if seq.handover is None else seq.handover.prefilled,
             num_evicted=self.num_evicted,
             is_cache_off=self.is_cache_off,
             divergence=self.divergence,
             num_generated=seq.num_generated,
-            num_resumed=seq.num_resumed,
+            num_resumed=seq.queue.num_resumed,
             chunks=tuple(self._chunks),
             pauses=tuple(self._pauses[:MAX_PAUSES]),
-            num_pauses=max(num_pauses, seq.num_preemptions),
+            num_pauses=max(num_pauses, seq.queue.num_preemptions),
             decode=self._decoded(),
         )
 
@@ -305,17 +325,17 @@ class RequestTiming:
             waits[TIER] += moved
         if overtaking:
             is_urgent = any(each.priority < seq.priority for each in overtaking)
-            rest = now - seq.queued_at - sum(waits)
+            rest = now - self.queued_at - sum(waits)
             waits[PRIORITY if is_urgent else TURN] += max(0.0, rest)
         return tuple(waits), len(overtaking)
 
     def _take_prefix_wait(
-        self, waits: list[float], until: tuple[float, ...], leader: "Sequence"
+        self, waits: list[float], until: tuple[float, ...], leader: "RequestTiming"
     ) -> None:
         """Move the time in which `leader` computed the prefix for this sequence to the reason
         PREFIX. But if there was no slot, this sequence could not have run anyway.
         """
-        done = None if leader.watch is None else leader.watch._prompt_done
+        done = leader._prompt_done
         for reason in (STEP, BUDGET, BLOCKS):
             end = until[reason] if done is None else min(done[reason], until[reason])
             moved = min(max(end - self._led_since[reason], 0.0), waits[reason])
@@ -337,6 +357,73 @@ class RequestTiming:
             after.mask_s - before.mask_s,
             tuple(a - b for a, b in by_rows),
         )
+
+
+class RequestTimings(Extension):
+    """Measures all sequences of a scheduler, and completes their first and last deltas."""
+
+    def __init__(self, scheduler: "Scheduler") -> None:
+        self.clock = EngineClock()
+        self._kv, self._table = scheduler.kv, scheduler.table
+        self._of: dict[Sequence, RequestTiming] = {}
+
+    def submitted_at(self, seq: "Sequence") -> float:
+        return self._of[seq].submitted_at
+
+    def planned(self, now: float) -> None:
+        self.clock.plan(now)
+
+    def blocked(self, lack: Lack) -> None:
+        self.clock.block(LACKS[lack])
+
+    def queued(
+        self, seq: "Sequence", request: GenerateRequest, submitted_at: float, queued_at: float
+    ) -> None:
+        leader = self._table.inflight.leader(seq)
+        self._of[seq] = RequestTiming(
+            self.clock,
+            self._table.num_waiting - 1,
+            queued_at,
+            None if leader is None else self._of[leader],
+            submitted_at,
+        )
+
+    def held(self, seq: "Sequence", owner: "Sequence | None") -> None:
+        if owner is None:
+            self._of[seq].load()
+        else:
+            self._of[seq].hold(self._of[owner])
+
+    def admitted(self, seq: "Sequence", is_first: bool, chain: list[int], uses_cache: bool) -> None:
+        timing = self._of[seq]
+        timing.admit(seq)
+        if is_first:
+            timing.look_up(seq, self._kv, chain, not uses_cache)
+
+    def confirmed(
+        self, seq: "Sequence", start: int, samples: bool, now: float
+    ) -> TokenDelta | None:
+        self._of[seq].chunk(start, seq.num_confirmed - start)
+        return None
+
+    def preempted(self, seq: "Sequence") -> None:
+        self._of[seq].preempt(seq.num_computed)
+
+    def complete(
+        self, seq: "Sequence", delta: TokenDelta, is_first: bool, now: float
+    ) -> TokenDelta:
+        timing, queue_s, prefill_s = self._of[seq], 0.0, 0.0
+        if is_first:
+            if delta.vector is None:
+                timing.first_token(now)
+            started_at = now if timing.started_at is None else timing.started_at
+            queue_s, prefill_s = started_at - timing.submitted_at, now - started_at
+        has_timeline = delta.finish_reason is not None and delta.vector is None
+        timeline = timing.timeline(seq, now) if has_timeline else None
+        return replace(delta, queue_s=queue_s, prefill_s=prefill_s, timeline=timeline)
+
+    def ended(self, seq: "Sequence") -> None:
+        self._of.pop(seq, None)
 
 
 def divergence(kv: "KVCache", namespace: str, tokens: "Tokens") -> Divergence | None:

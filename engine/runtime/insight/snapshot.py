@@ -20,12 +20,16 @@ from engine.core.interfaces.snapshot import (
     WaitingRow,
 )
 from engine.core.interfaces.stats import EngineStats, StepCounts
+from engine.runtime.groups.windows import WindowGroup
+from engine.runtime.speculation.drafts import Speculation
 
 if TYPE_CHECKING:
     from engine.runtime.insight.profiler import KernelTimer
-    from engine.runtime.radix_node import Node
+    from engine.runtime.insight.request_timing import RequestTimings
+    from engine.runtime.radix_cache import Node
     from engine.runtime.scheduler import Scheduler
     from engine.runtime.sequence import Sequence
+    from engine.runtime.sequence_table import SequenceTable
 
 # If nobody has asked for this many seconds, kernels are no longer timed.
 WATCHED_S = 3.0
@@ -37,28 +41,41 @@ MAX_WALKED = 4096  # after this many nodes, no deeper level of the tree is count
 class SnapshotTaker:
     """Takes snapshots. `timer` is the runner, if it can time its kernels."""
 
-    def __init__(self, scheduler: "Scheduler", timer: "KernelTimer | None", slots: int) -> None:
+    def __init__(
+        self,
+        scheduler: "Scheduler",
+        timings: "RequestTimings",
+        timer: "KernelTimer | None",
+        slots: int,
+    ) -> None:
         self._scheduler = scheduler
+        self._timings = timings
         self._timer = timer
         self._max_slots = slots
         self._asked_at: float | None = None  # None: nobody watches
         self._tree, self._tree_at = TreeSize(), 0.0
 
     def take(self, now: float) -> EngineSnapshot:
-        scheduler = self._scheduler
+        table, timings = self._scheduler.table, self._timings
         if self._asked_at is None:
             self._time_kernels(True)
         self._asked_at = now
         if now - self._tree_at >= TREE_S:
-            self._tree, self._tree_at = _tree(scheduler), now
-        steps = list(scheduler.clock.steps)[-MAX_SNAPSHOT_STEPS:]
+            self._tree, self._tree_at = _tree(self._scheduler), now
+        steps = list(timings.clock.steps)[-MAX_SNAPSHOT_STEPS:]
         kernels = {} if self._timer is None else self._timer.kernel_seconds()
         return EngineSnapshot(
             at=now,
-            blocked_by=scheduler.clock.blocked_by,
+            blocked_by=timings.clock.blocked_by,
             max_slots=self._max_slots,
-            running=tuple(_running(seq, now) for seq in islice(scheduler.running, MAX_RUNNING)),
-            waiting=tuple(_waiting(seq, now) for seq in islice(scheduler.waiting, MAX_WAITING)),
+            running=tuple(
+                _running(seq, now - timings.submitted_at(seq))
+                for seq in islice(table.running, MAX_RUNNING)
+            ),
+            waiting=tuple(
+                _waiting(seq, now - timings.submitted_at(seq))
+                for seq in islice(table.waiting, MAX_WAITING)
+            ),
             steps=tuple(
                 StepTime(
                     each.ended_at,
@@ -70,7 +87,7 @@ class SnapshotTaker:
                 for each in steps
             ),
             tree=self._tree,
-            tenants=_tenants(scheduler),
+            tenants=_tenants(table),
             kernels=tuple(KernelShare(name, seconds) for name, seconds in kernels.items()),
         )
 
@@ -85,7 +102,7 @@ class SnapshotTaker:
             self._timer.time_kernels(on)
 
 
-def _running(seq: "Sequence", now: float) -> RunningRow:
+def _running(seq: "Sequence", age_s: float) -> RunningRow:
     return RunningRow(
         seq.request_id,
         seq.choice,
@@ -97,29 +114,29 @@ def _running(seq: "Sequence", now: float) -> RunningRow:
         seq.max_tokens,
         seq.num_cached,
         len(seq.blocks),
-        seq.num_preemptions,
-        now - seq.submitted_at,
+        seq.queue.num_preemptions,
+        age_s,
     )
 
 
-def _waiting(seq: "Sequence", now: float) -> WaitingRow:
+def _waiting(seq: "Sequence", age_s: float) -> WaitingRow:
     return WaitingRow(
         seq.request_id,
         seq.tenant,
         seq.num_prompt,
         seq.priority,
-        now - seq.submitted_at,
-        seq.held_by is not None,
+        age_s,
+        seq.queue.held_by is not None,
     )
 
 
-def _tenants(scheduler: "Scheduler") -> tuple[TenantShare, ...]:
+def _tenants(table: "SequenceTable") -> tuple[TenantShare, ...]:
     """The tenants with most running sequences."""
     running, blocks = Counter[str](), Counter[str]()
-    for seq in scheduler.running:
+    for seq in table.running:
         running[seq.tenant] += 1
         blocks[seq.tenant] += len(seq.blocks)
-    waiting = scheduler.waiting.counts()
+    waiting = table.waiting.counts()
     names = sorted({*running, *waiting}, key=lambda name: (-running[name], name))[:MAX_TENANTS]
     return tuple(
         TenantShare(name, running[name], waiting.get(name, 0), blocks[name]) for name in names
@@ -157,11 +174,12 @@ def engine_stats(
     scheduler: "Scheduler", num_steps: int, num_invariant_failures: int, steps: StepCounts
 ) -> EngineStats:
     """The counters that the engine sends to the frontend."""
-    kv, drafts = scheduler.kv, scheduler.speculation
-    pool, windowed = kv.pool, kv.windows and kv.windows.pool
+    kv, table, drafts = scheduler.kv, scheduler.table, scheduler.find(Speculation)
+    pool, windows = kv.pool, kv.find(WindowGroup)
+    windowed = None if windows is None else windows.pool
     return EngineStats(
-        num_running=scheduler.num_running,
-        num_waiting=scheduler.num_waiting,
+        num_running=table.num_running,
+        num_waiting=table.num_waiting,
         num_blocks=pool.num_usable,
         num_free_blocks=pool.num_free,
         num_cached_blocks=pool.num_cached,
@@ -185,5 +203,5 @@ def engine_stats(
         num_model_drafted_tokens=drafts.num_model_drafted if drafts else 0,
         num_model_accepted_tokens=drafts.num_model_accepted if drafts else 0,
         steps=steps,
-        tiers=kv.tiers.stats() if kv.tiers is not None else kv.tier_stats,
+        tiers=tuple(each for tier in kv.extensions for each in tier.tier_stats()),
     )

@@ -48,7 +48,7 @@ def attribution_of(
     place = attribution.position + (seq.num_prompt if attribution.position < 0 else 0)
     if not 0 <= place < count:
         raise InvalidRequestError(OUTSIDE, param="interp")
-    target, shares = runner.input_attribution(seq.token_ids, attribution.target, place)
+    target, shares = runner.input_attribution(probe.token_ids, attribution.target, place)
     return {
         "method": attribution.method,
         "target": target,

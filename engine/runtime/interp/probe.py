@@ -47,6 +47,8 @@ class Probe:
         num_choices: int = 1,
     ) -> None:
         self.request = request = with_layers(request, sites)
+        self.deadline: float | None = None  # when the request must have ended
+        self.token_ids: list[int] = []  # all tokens of the sequence, when it has ended
         self.sites = sites
         self.widths = tuple(site.width for site in sites)
         self._num_prompt, self._num_tokens = num_prompt, num_prompt + max_tokens - 1

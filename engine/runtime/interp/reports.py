@@ -37,29 +37,32 @@ class Reports:
     """The last deltas of sequences whose results are still being made."""
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[Sequence, TokenDelta, Iterator[TokenDelta | None] | None]] = []
+        self._waiting: list[
+            tuple[Sequence, Probe, TokenDelta, Iterator[TokenDelta | None] | None]
+        ] = []
         self._last_tenant = ""
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def sequences(self) -> Iterator[Sequence]:
-        return (seq for seq, _, _ in self._waiting)
+    def probes(self) -> Iterator[tuple[str, Probe]]:
+        return ((seq.tenant, probe) for seq, probe, *_ in self._waiting)
 
-    def hold(self, seq: Sequence, delta: TokenDelta) -> None:
+    def hold(self, seq: Sequence, probe: Probe, delta: TokenDelta) -> None:
         """Keep the last delta of a sequence until its result is made."""
-        self._waiting.append((seq, delta, None))
+        probe.token_ids = seq.token_ids
+        self._waiting.append((seq, probe, delta, None))
 
     def advance(self, runner: Tappable) -> list[TokenDelta]:
         """Work on a result. Tenants take turns, and so do the results of a tenant. Returns a delta
         with a piece of the result, if one is done.
         """
-        seq, delta, work = self._waiting.pop(self._next())
+        seq, probe, delta, work = self._waiting.pop(self._next())
         self._last_tenant = seq.tenant
         try:
-            if seq.deadline is not None and time.monotonic() > seq.deadline:
+            if probe.deadline is not None and time.monotonic() > probe.deadline:
                 raise too_late(True, 0.0)
-            work = work or _work(seq, delta, runner)
+            work = work or _work(seq, probe, delta, runner)
             made = next(work)
         except EngineError as error:
             return [refusal(seq.request_id, seq.choice, error)]
@@ -67,11 +70,11 @@ class Reports:
             failure = InferenceError(f"The results of this request could not be made: {error}")
             return [refusal(seq.request_id, seq.choice, failure)]
         if made is None or made.finish_reason is None:
-            self._waiting.append((seq, delta, work))
+            self._waiting.append((seq, probe, delta, work))
         return [] if made is None else [made]
 
     def _next(self) -> int:
-        tenants = [seq.tenant for seq, _, _ in self._waiting]
+        tenants = [seq.tenant for seq, *_ in self._waiting]
         others = (n for n, tenant in enumerate(tenants) if tenant != self._last_tenant)
         return next(others, 0)
 
@@ -80,15 +83,15 @@ class Reports:
         self._waiting = [each for each in self._waiting if each[0].request_id != request_id]
 
 
-def _work(seq: Sequence, last: TokenDelta, runner: Tappable) -> Iterator[TokenDelta | None]:
+def _work(
+    seq: Sequence, probe: Probe, last: TokenDelta, runner: Tappable
+) -> Iterator[TokenDelta | None]:
     """Makes the result of a sequence, and yields None after each piece of work. Then it yields the
     deltas with the pieces of the result, and `last` with the last one.
     """
-    probe = seq.probe
-    assert probe is not None
     request, count = probe.request, len(seq.tokens) - 1
     tensors: list[Tensor] = []
-    facts: dict[str, Any] = {"token_ids": seq.token_ids, "num_prompt": seq.num_prompt}
+    facts: dict[str, Any] = {"token_ids": probe.token_ids, "num_prompt": seq.num_prompt}
     facts["captures"] = []
     for index, each in enumerate(request.captures):
         places, values = probe.values(each.site, each.span, count)

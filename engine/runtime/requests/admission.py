@@ -4,8 +4,11 @@ refused. This module also ends requests whose deadline has passed.
 
 import heapq
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from engine.core.errors import (
     EngineError,
@@ -14,21 +17,20 @@ from engine.core.errors import (
     RateLimitError,
     RequestTimeoutError,
 )
-from engine.core.forecast import may_take
+from engine.core.forecast import WaitForecast, may_take
 from engine.core.interfaces.request import GenerateRequest, TokenDelta
 from engine.runtime.model_runner import ModelRunner, RunnerSpec
 from engine.runtime.outputs import refusal, too_late
-from engine.runtime.requests.checks import RequestChecks
 from engine.runtime.requests.grammar import Grammars
 from engine.runtime.requests.images import (
     ImageAccount,
     ImageStore,
-    held_bytes,
+    fault_in,
     placed_tokens,
 )
-from engine.runtime.requests.new_sequences import ReadyRequest, SequenceMaker
+from engine.runtime.requests.new_sequences import PendingRequest, ReadyRequest, SequenceMaker
 from engine.runtime.scheduler import Scheduler
-from engine.runtime.sequence import PendingRequest, Sequence
+from engine.runtime.sequence import Sequence, Tokens, packed
 
 if TYPE_CHECKING:
     from engine.runtime.groups.adapter_slots import AdapterSlots
@@ -36,6 +38,143 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LOADING_GRACE_S = 1.0
+# Logprobs of prompt tokens and of their alternatives, which are sent in one message
+MAX_PROMPT_SCORES = 2**22
+
+
+class Deadline(NamedTuple):
+    """When a request must have ended, or must have begun if not `is_end`."""
+
+    at: float
+    arrival: int
+    is_end: bool
+    queued_at: float
+    choices: list[Sequence]
+
+    @property
+    def is_live(self) -> bool:
+        return any(not seq.finish_reason for seq in self.choices)
+
+
+class RequestChecks:
+    """Finds why a request is refused: it can never run here, or it would wait too long. The
+    frontend has validated it, so only checks that protect other requests are repeated here.
+    """
+
+    def __init__(self, spec: RunnerSpec, scheduler: Scheduler, maker: SequenceMaker) -> None:
+        self._spec, self._scheduler, self._maker = spec, scheduler, maker
+        self._forecast = WaitForecast()
+        # A heap. Entries of ended requests stay in it for a while. They are removed when they are
+        # the majority.
+        self.deadlines: list[Deadline] = []
+
+    def packed(self, prompt: tuple[int, ...]) -> Tokens | None:
+        """The prompt as an int32 array. None if a token id is outside the vocabulary."""
+        try:
+            tokens = packed(prompt)
+        except OverflowError:
+            return None
+        ids = np.frombuffer(tokens, np.int32)
+        in_range = not len(ids) or 0 <= ids.min() <= ids.max() < self._spec.vocab_size
+        return tokens if in_range else None
+
+    def find_fault(self, request: GenerateRequest, prompt: Tokens | None) -> EngineError | None:
+        """An error if the request can never run. `prompt` is its prompt, packed."""
+        spec = self._spec
+        if not request.prompt:
+            return InvalidRequestError("The prompt has no tokens.", param="prompt")
+        if prompt is None:
+            return InvalidRequestError(
+                f"Prompt token ids must be within 0..{spec.vocab_size - 1}.", param="prompt"
+            )
+        if request.images and (fault := fault_in(request.images, len(prompt))) is not None:
+            return InvalidRequestError(fault)
+        if not self._knows_tokens(request):
+            return InvalidRequestError(f"Token ids must be within 0..{spec.vocab_size - 1}.")
+        # An embedding request generates no token, so its prompt may fill the whole context.
+        if len(prompt) + (not request.pools) > spec.max_seq_len:
+            return InvalidRequestError(
+                f"This model's maximum context length is {spec.max_seq_len} tokens, "
+                f"but the prompt has {len(prompt)}."
+            )
+        if (excess := _too_many_scores(request)) is not None:
+            return excess
+        try:
+            self._maker.probe(request)
+        except EngineError as error:
+            return error
+        max_tokens = self._maker.max_tokens(request)
+        num_tokens = len(prompt) + max_tokens - 1
+        if not self._scheduler.kv.can_ever_fit(num_tokens):
+            capacity = self._scheduler.kv.pool.num_usable * spec.block_size
+            return InvalidRequestError(
+                f"The request needs room for {num_tokens} tokens; the KV cache holds {capacity}. "
+                "Lower max_tokens, shorten the prompt, or give the server a larger cache."
+            )
+        num_before = max((len(each.token_ids) for each in request.resumed or ()), default=0)
+        if num_before >= max_tokens:
+            return InferenceError("The restarted engine has no room for the rest of this request.")
+        return None
+
+    def _knows_tokens(self, request: GenerateRequest) -> bool:
+        """Whether all tokens that the request names beside its prompt are in the vocabulary."""
+        named = [*request.params.logit_bias, *request.params.stop_token_ids, *request.eos_ids]
+        named += request.params.allowed_token_ids
+        attribution = request.interp and request.interp.attribution
+        if attribution and attribution.target is not None:
+            named.append(attribution.target)
+        named += [*request.expected, *(token for word in request.bad_words for token in word)]
+        named += (token for each in request.resumed or () for token in each.token_ids)
+        return not named or 0 <= min(named) <= max(named) < self._spec.vocab_size
+
+    def observe(self, now: float) -> None:
+        """Measure how fast sequences start. The engine calls this in each turn."""
+        num_waiting = self._scheduler.table.num_waiting
+        self._forecast.observe(now, num_waiting, self._scheduler.num_started)
+
+    def again_s(self, tenant: str, priority: int, now: float) -> float:
+        """After how many seconds a refused request should come again: when it would have begun, but
+        at the latest when all that wait now have begun or were refused.
+        """
+        ends = dict.fromkeys(self._scheduler.table.waiting, math.inf)
+        for entry in self.deadlines:
+            for seq in entry.choices:
+                if seq in ends:
+                    ends[seq] = min(ends[seq], entry.at)
+        last = max(ends.values(), default=now)
+        return max(0.0, min(self._wait_s(tenant, priority), last - now))
+
+    def _wait_s(self, tenant: str, priority: int) -> float:
+        """How long a request would wait for its first step, if it were queued now."""
+        waiting, step = self._scheduler.table.waiting, self._scheduler.step
+        return self._forecast.seconds(waiting.num_before(tenant, priority, step))
+
+    def find_wait(self, request: GenerateRequest, now: float) -> EngineError | None:
+        """An error if the request would wait longer than it may."""
+        longest = self._forecast.seconds(self._scheduler.table.num_waiting)
+        limit_s = request.queue_timeout_s
+        if request.resumed is not None or limit_s is None or longest <= limit_s:
+            return None
+        expected = self._wait_s(request.tenant, request.priority)
+        if expected <= limit_s:
+            return None
+        return RateLimitError(
+            f"This request would wait about {expected:.0f} s for its first step, and may wait"
+            f" {limit_s:.0f} s; try again later.",
+            retry_after=self.again_s(request.tenant, request.priority, now),
+        )
+
+
+def _too_many_scores(request: GenerateRequest) -> EngineError | None:
+    params = request.params
+    count = len(request.prompt) * (1 + params.num_prompt_logprobs) if params.score_prompt else 0
+    if count <= MAX_PROMPT_SCORES:
+        return None
+    return InvalidRequestError(
+        f"The prompt would have {count:,} logprobs, and may have {MAX_PROMPT_SCORES:,}; ask for"
+        " fewer alternatives, or send a shorter prompt.",
+        param="prompt_logprobs",
+    )
 
 
 class RequestAdmission:
@@ -63,9 +202,6 @@ class RequestAdmission:
         self._scheduler = scheduler
         self._maker = SequenceMaker(spec, scheduler, runner)
         self._checks = RequestChecks(spec, scheduler, self._maker)
-        # A heap of deadlines. An entry has the deadline and all choices of a request. Entries of
-        # ended requests stay in the heap for a while. They are removed when they are the majority.
-        self._deadlines: list[tuple[float, int, list[Sequence]]] = []
 
     @property
     def num_pending(self) -> int:
@@ -131,7 +267,8 @@ class RequestAdmission:
                 matcher = None if each.matcher is None else each.matcher.result()
                 prompt = placed_tokens(each.prompt, each.images)
                 images, since = tuple(each.images), each.submitted_at
-                ready = ReadyRequest(request, prompt, each.choices, since, matcher, images, place)
+                own = (images, None if request.adapter is None else self.adapters, place)
+                ready = ReadyRequest(request, prompt, each.choices, since, matcher, *own)
                 self._enqueue(ready, now)
             except EngineError as error:
                 refused += refusals(request, each.choices, error)
@@ -206,16 +343,18 @@ class RequestAdmission:
         group: list[Sequence] = []
         try:
             for seq in self._maker.sequences(ready, now):
-                self._scheduler.add(seq)
                 group.append(seq)
+                self._scheduler.add(seq, ready.request, ready.submitted_at, now)
         except Exception:
             # If one choice can't be queued, none of them runs.
             self._scheduler.abort(ready.request.request_id, None, now)
+            for seq in group:
+                self._scheduler.forget(seq)
             raise
-        self._scheduler.has_adapters |= ready.place > 0
-        for when in ready.deadlines(now):
+        for is_end, when in zip((True, False), ready.deadlines(now), strict=True):
             if when is not None:
-                heapq.heappush(self._deadlines, (when, group[0].arrival, group))
+                entry = Deadline(when, group[0].arrival, is_end, now, group)
+                heapq.heappush(self._checks.deadlines, entry)
         self._drop_ended()
 
     def expire(self, now: float) -> list[TokenDelta]:
@@ -224,28 +363,25 @@ class RequestAdmission:
         wait longer.
         """
         ended = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            when, _, group = heapq.heappop(self._deadlines)
-            is_over = when == group[0].deadline
-            if not is_over and any(seq.started_at is not None for seq in group):
+        kv = self._scheduler.kv
+        while self._checks.deadlines and self._checks.deadlines[0].at <= now:
+            entry = heapq.heappop(self._checks.deadlines)
+            if not entry.is_end and any(seq.has_started for seq in entry.choices):
                 continue
-            if not is_over and any(seq.load is not None for seq in group):
+            if not entry.is_end and any(kv.is_reading(seq) for seq in entry.choices):
                 # It waits for blocks of a tier, and not for its turn.
-                later = now + LOADING_GRACE_S
-                heapq.heappush(self._deadlines, (later, group[0].arrival, group))
+                heapq.heappush(self._checks.deadlines, entry._replace(at=now + LOADING_GRACE_S))
                 continue
-            error = too_late(is_over, now - group[0].queued_at)
-            live = [seq for seq in group if seq.finish_reason is None]
+            error = too_late(entry.is_end, now - entry.queued_at)
+            live = [seq for seq in entry.choices if seq.finish_reason is None]
             ended += [self._scheduler.fail(seq, error, now) for seq in live]
         return ended
 
     def _drop_ended(self) -> None:
-        live = self._scheduler.num_running + self._scheduler.num_waiting
-        if len(self._deadlines) > 64 + 4 * live:
-            self._deadlines = [
-                entry for entry in self._deadlines if any(not seq.finish_reason for seq in entry[2])
-            ]
-            heapq.heapify(self._deadlines)
+        live = self._scheduler.table.num_running + self._scheduler.table.num_waiting
+        if len(self._checks.deadlines) > 64 + 4 * live:
+            self._checks.deadlines = [entry for entry in self._checks.deadlines if entry.is_live]
+            heapq.heapify(self._checks.deadlines)
 
     def _find_no_room(self, request: GenerateRequest, now: float) -> EngineError | None:
         """An error if too much is waiting."""
@@ -263,15 +399,13 @@ class RequestAdmission:
         assert self._account is not None
         for each in self._pending.values():
             yield each.request.tenant, self._account.needed(each.request.images)
-        queued = {seq.request_id: seq for seq in self._scheduler.sequences() if seq.images}
-        for seq in queued.values():  # choices share their images
-            yield seq.tenant, held_bytes(seq.images)
+        yield from self._maker.images.bytes_held()
 
     def _has_place(self, tenant: str) -> bool:
         """Whether one more request of the tenant may wait."""
         own = sum(each.request.tenant == tenant for each in self._pending.values())
-        own += self._scheduler.waiting.counts().get(tenant, 0)
-        num_taken = self._scheduler.num_waiting + self.num_pending
+        own += self._scheduler.table.waiting.counts().get(tenant, 0)
+        num_taken = self._scheduler.table.num_waiting + self.num_pending
         return may_take(tenant, own, num_taken, self._max_queued)
 
     def _find_lack(self, request: GenerateRequest) -> EngineError | None:

@@ -279,7 +279,8 @@ def constrained_rows(
     return [
         (constraint.past(row.draft), index)
         for index, row in enumerate(sampling)
-        if (constraint := row.seq.constraint) is not None
+        if (rules := row.seq.rules) is not None
+        and (constraint := rules.constraint) is not None
         and row.seq.finish_reason is None
         and index not in done
         and not (only_known and row.start + row.length - len(row.draft) > len(row.seq.tokens))

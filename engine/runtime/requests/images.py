@@ -9,9 +9,11 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
+from dataclasses import replace
 
 import msgspec
 import numpy as np
+from msgspec import structs
 
 from engine.core.errors import (
     ConfigError,
@@ -20,9 +22,11 @@ from engine.core.errors import (
     InvalidRequestError,
     RateLimitError,
 )
-from engine.core.interfaces.request import GenerateRequest, ImageInput
+from engine.core.interfaces.request import GenerateRequest, ImageInput, TokenDelta
 from engine.core.memory import MIB
-from engine.runtime.model_runner import F32, FROM_DEVICE, I32, ImageEncoder
+from engine.runtime.extension import Extension
+from engine.runtime.model_runner import F32, FROM_DEVICE, I32, BatchInputs, ImageEncoder
+from engine.runtime.sequence import Row, Sequence
 
 MAX_CACHED_BYTES = 256 * 2**20
 # Of requests that have not ended: pixels that wait to be encoded, and embeddings
@@ -121,6 +125,75 @@ def whole_images(images: Iterable[PlacedImage], start: int, count: int, room: in
                 return image.start - start
             return whole if whole <= room else 0
     return count
+
+
+class PromptImages(Extension):
+    """The images in the prompts of sequences that have not ended."""
+
+    drafts = "lookup"  # the draft model reads no images
+
+    def __init__(self) -> None:
+        self._of: dict[Sequence, tuple[PlacedImage, ...]] = {}
+
+    def put(self, seq: Sequence, images: tuple[PlacedImage, ...]) -> None:
+        self._of[seq] = images
+
+    def ended(self, seq: Sequence) -> None:
+        self._of.pop(seq, None)
+
+    def bytes_held(self) -> Iterable[tuple[str, int]]:
+        """The tenant and the bytes of each request. Its choices share their images."""
+        requests = {seq.request_id: (seq.tenant, images) for seq, images in self._of.items()}
+        return [(tenant, held_bytes(images)) for tenant, images in requests.values()]
+
+    def complete(self, seq: Sequence, delta: TokenDelta, is_first: bool, now: float) -> TokenDelta:
+        if delta.timeline is None or seq not in self._of:
+            return delta
+        timeline = structs.replace(delta.timeline, num_images=len(self._of[seq]))
+        return structs.replace(delta, timeline=timeline)
+
+    def row_length(self, seq: Sequence, start: int, count: int, room: int) -> int:
+        return whole_images(self._of[seq], start, count, room)
+
+    def known_ids(self, seq: Sequence, ids: list[int]) -> list[int]:
+        images = self._of.get(seq)
+        image_token = images[0].token_id if images else 0  # 0: the sequence has ended
+        return [image_token if token < 0 else token for token in ids]
+
+    def add_inputs(self, inputs: BatchInputs, rows: tuple[Row, ...]) -> BatchInputs:
+        """Add the embeddings of the images that the rows contain."""
+        embeds: list[F32] = []
+        places: list[I32] = []
+        ends = inputs.positions + 1
+        for row, first in zip(rows, inputs.query_start.tolist(), strict=False):
+            for image in self._of.get(row.seq, ()):
+                start, end = max(row.start, image.start), min(row.start + row.length, image.end)
+                if start < end:
+                    place = np.arange(start, end, dtype=np.int32) + (first - row.start)
+                    places.append(place)
+                    embeds.append(image.embeds[start - image.start : end - image.start])
+                    if image.two_way:
+                        ends[place] = image.end
+        inputs = replace(inputs, rope_positions=self._rope_positions(rows))
+        if not embeds:
+            return inputs
+        return replace(
+            inputs,
+            token_ids=np.where(inputs.token_ids < FROM_DEVICE, 0, inputs.token_ids),
+            embeds=np.concatenate(embeds),
+            embed_rows=np.concatenate(places),
+            visible_end=None if np.array_equal(ends, inputs.positions + 1) else ends,
+        )
+
+    def _rope_positions(self, rows: tuple[Row, ...]) -> I32 | None:
+        found = [self._of.get(row.seq, ()) for row in rows]
+        if all(image.columns is None for images in found for image in images):
+            return None
+        rotated = [
+            rope_positions(images, row.start, row.length)
+            for images, row in zip(found, rows, strict=True)
+        ]
+        return np.concatenate(rotated, axis=1)
 
 
 class ImageStore:

@@ -77,17 +77,19 @@ class ChainSampler:
             ids, adjusted[0] = np.zeros(1, np.int64), 0
         mu, num_generated = 2 * params.mirostat_tau, position - seq.num_prompt
         if params.mirostat and num_generated:
-            mu = seq.surprise_limits[num_generated - 1]
+            assert seq.rules is not None
+            mu = seq.rules.surprise_limits[num_generated - 1]
         kept, kept_logits = candidates(
             ids, adjusted[ids], params, xtc_chance(seq, position), mu, self._vocab_size
         )
         keys = row_keys(*_noise_inputs(seq.seed, seq.choice, position))
         index = int((kept_logits + gumbel(np, keys, self._words[kept])[0]).argmax())
         if params.mirostat:
+            assert seq.rules is not None
             bits = float(surprise(kept_logits)[index])
             mu -= params.mirostat_eta * (bits - params.mirostat_tau)
             # A step that failed is run again, so there may be a value already.
-            seq.surprise_limits[num_generated:] = [mu]
+            seq.rules.surprise_limits[num_generated:] = [mu]
         return int(kept[index])
 
 

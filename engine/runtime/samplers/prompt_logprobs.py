@@ -7,14 +7,56 @@ A forced row goes through the sampler like any other row. Its penalties and its 
 from dataclasses import replace
 
 import numpy as np
+from msgspec import structs
 
-from engine.runtime.model_runner import I32, MAX_SCORED, SAMPLE, SamplingInputs
-from engine.runtime.sequence import Row, ScheduledBatch
+from engine.core.interfaces.request import TokenDelta, TokenLogprobs
+from engine.runtime.extension import Extension
+from engine.runtime.model_runner import I32, MAX_SCORED, SAMPLE, SamplingInputs, StepOutput
+from engine.runtime.outputs import scores
+from engine.runtime.sequence import Row, ScheduledBatch, Sequence
 
 # Sampling parameters of a forced row. Parameters that are not listed here keep the value of the
 # row's request.
 _NEUTRAL = {"temperature": 0, "repetition": 1, "presence": 0, "frequency": 0}
 _PER_ROW = ("top_k", "top_p", "min_p", "seed", "choice", "position", "num_logprobs")
+
+
+class PromptScores(Extension):
+    """The logprobs of prompt tokens, for sequences that want them. Every prompt position must be
+    computed for them, so the prefix cache can't be used until all are known.
+    """
+
+    def __init__(self) -> None:
+        # The logprobs that are computed so far. They start with the second token.
+        self.of: dict[Sequence, list[TokenLogprobs]] = {}
+
+    def begin(self, seq: Sequence) -> None:
+        self.of[seq] = []
+
+    def ended(self, seq: Sequence) -> None:
+        self.of.pop(seq, None)
+
+    def starts_over(self, seq: Sequence) -> bool:
+        return len(self.of[seq]) < seq.num_prompt - 1
+
+    def needs_logits(self, seq: Sequence, start: int, end: int) -> bool:
+        return start < seq.num_prompt and self.starts_over(seq)
+
+    def admitted(self, seq: Sequence, is_first: bool, chain: list[int], uses_cache: bool) -> None:
+        if seq in self.of and self.starts_over(seq):
+            self.of[seq].clear()  # a preemption discarded that work, so scoring starts over
+
+    def scored(self, row: Row, output: StepOutput, first: int) -> None:
+        """Add the logprobs of prompt tokens that a row computed. Rows may go beyond the prompt."""
+        seq = row.seq
+        count = min(row.num_scored, seq.num_prompt - 1 - row.start)
+        if count > 0 and self.starts_over(seq):
+            self.of[seq] += scores(seq, output, first, first + count)
+
+    def complete(self, seq: Sequence, delta: TokenDelta, is_first: bool, now: float) -> TokenDelta:
+        if not is_first or seq not in self.of:
+            return delta
+        return structs.replace(delta, prompt_logprobs=tuple(self.of[seq]))
 
 
 def with_scores(sampling: SamplingInputs, batch: ScheduledBatch) -> SamplingInputs:

@@ -84,7 +84,8 @@ class DraftModel:
         """
         copy = self._copies.get(seq)
         if copy is None:
-            can_begin = self._free_slots and not seq.images
+            suits = all(each.drafts == "any" for each in seq.extensions)
+            can_begin = self._free_slots and suits
             fits = len(seq.tokens) // self._spec.block_size < self._pool.num_free
             return len(seq.tokens) if can_begin and fits else None
         return len(seq.tokens) - min(copy.own.num_computed, self._num_right(seq, copy))
@@ -217,6 +218,7 @@ class DraftModel:
             top_k=asked.top_k,
             top_p=asked.top_p,
             min_p=asked.min_p,
+            seed=seq.seed,
         )
         self._num_lives += 1
         own = Sequence(
@@ -227,13 +229,10 @@ class DraftModel:
             max_tokens=seq.max_tokens,
             params=params,
             stop_ids=frozenset(),
-            seed=seq.seed,
             namespace=seq.namespace,
             tenant=seq.tenant,
             priority=seq.priority,
             arrival=seq.arrival,
-            submitted_at=seq.submitted_at,
-            deadline=None,
             slot=self._free_slots.pop(),
             life=self._num_lives,
         )

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from engine.core.errors import ConfigError
+from engine.core.interfaces.request import GenerateRequest
 from engine.runtime.budget import StepBudget
+from engine.runtime.extension import Extension
 from engine.runtime.kv_cache import KVCache
 from engine.runtime.model_runner import MAX_SCORED, RunnerSpec
-from engine.runtime.sequence import Row, Sequence
+from engine.runtime.sequence import Row, Sequence, packed
 from engine.runtime.speculation.lookup import MARGIN, Drafter, Odds, cached_rest
 
 if TYPE_CHECKING:
@@ -48,7 +50,7 @@ class _Terms(msgspec.Struct, frozen=True):
     limit: int  # tokens of a draft of the draft model
 
 
-class Speculation:
+class Speculation(Extension):
     """Adds drafts to the rows of a step, and takes the tokens of drafts that were right."""
 
     def __init__(self, kv: KVCache, budget: StepBudget, model: "ModelDrafts | None" = None) -> None:
@@ -60,30 +62,43 @@ class Speculation:
         # steps, they always are. The draft model needs them. If most rows have drafts, the others
         # wait for these rows, so that all are computed together again.
         self.awaits_tokens = False
-        self.draft_s = 0.0  # seconds that the draft model took while the last step was planned
+        # Of the step that was planned last
+        self.num_drafting = 0  # number of tokens in rows with drafts
+        self.draft_s = 0.0  # seconds that the draft model took
+        # What guesses the next tokens of each sequence. Of others, each step samples one token.
+        self._drafters: dict[Sequence, Drafter] = {}
         self.num_drafted = self.num_accepted = 0
         self.num_model_drafted = self.num_model_accepted = 0  # those of the draft model
 
-    def begin(self, seq: Sequence) -> None:
+    def queued(
+        self, seq: Sequence, request: GenerateRequest, submitted_at: float, queued_at: float
+    ) -> None:
         """Give a new sequence a drafter, if its tokens can be verified. Some parameters depend on
         all earlier tokens in a way that the sampling inputs of a step cannot express.
         """
         params = seq.params
-        depends_on_output = params.sampled_on_host or params.dry_multiplier > 0 or seq.bad_words
-        if depends_on_output or seq.probe is not None:
+        depends_on_output = params.sampled_on_host or params.dry_multiplier > 0
+        depends_on_output |= seq.rules is not None and bool(seq.rules.bad_words)
+        if depends_on_output or any(each.drafts == "none" for each in seq.extensions):
             return
         if not seq.pools and seq.max_tokens > 1:
-            seq.drafter = Drafter(seq.tokens, seq.expected, self._odds)
+            self._drafters[seq] = Drafter(seq.tokens, packed(request.expected), self._odds)
 
-    def end(self, seq: Sequence) -> None:
-        """A sequence has ended."""
+    def ended(self, seq: Sequence) -> None:
+        self._drafters.pop(seq, None)
         if self.model is not None:
             self.model.end(seq)
 
-    def add_drafts(self, rows: list[Row], budget: int) -> int:
-        """Replace rows of one token by rows with drafts, where that is expected to save time. At
-        most `budget` tokens are added. Returns the number of tokens of all rows with drafts.
-        """
+    def check(self) -> None:
+        if self.model is not None:
+            self.model.check()
+
+    def plan(self, rows: list[Row], budget: int) -> None:
+        """Replace rows of one token by rows with drafts, where that is expected to save time."""
+        self.num_drafting = self._add_drafts(rows, budget - sum([row.length for row in rows]))
+
+    def _add_drafts(self, rows: list[Row], budget: int) -> int:
+        """Returns the number of tokens of all rows with drafts."""
         self.awaits_tokens, self.draft_s = False, 0.0
         num_decoding = sum(row.samples and row.length == 1 for row in rows)
         room = self._room(rows, num_decoding, budget)
@@ -97,7 +112,7 @@ class Speculation:
         asked: list[tuple[int, Offer]] = []  # rows for which the draft model guesses
         found: list[tuple[int, int]] = []  # rows with a guess by lookup, and its useful length
         for index, row in enumerate(rows):
-            drafter = row.seq.drafter
+            drafter = self._drafters.get(row.seq)
             if drafter is None or not _can_follow(row):
                 continue
             try:
@@ -108,7 +123,7 @@ class Speculation:
                 most = min(room, terms.limit)
                 offer = self._offer(row, drafter, terms, most, count) if has_model else None
             except Exception:
-                _go_without(row.seq)
+                self._go_without(row.seq)
                 continue
             if offer is not None:
                 asked.append((index, offer))
@@ -130,16 +145,15 @@ class Speculation:
         num_tokens = 0
         counts = fair_shares([count for _, count in found], room)
         for (index, _), count in zip(found, counts, strict=True):
-            row, drafter = rows[index], rows[index].seq.drafter
-            assert drafter is not None
+            row, drafter = rows[index], self._drafters[rows[index].seq]
             try:
                 guess = drafter.guess(count + _num_sampling(row))[_num_sampling(row) :]
                 draft = self._fitting(row, guess, terms)
             except Exception:
-                _go_without(row.seq)
+                self._go_without(row.seq)
                 continue
             if draft:
-                rows[index] = _with_draft(row, draft, by_model=False, price=terms.price)
+                rows[index] = _with_draft(row, drafter, draft, False, terms.price)
                 num_tokens += 1 + len(draft)
         return num_tokens
 
@@ -170,42 +184,32 @@ class Speculation:
             return 0
         self.draft_s, num_tokens = model.draft_s, 0
         for (index, offer), guess in zip(asked, drafts, strict=True):
-            row, drafter = rows[index], rows[index].seq.drafter
-            assert drafter is not None
+            row, drafter = rows[index], self._drafters[rows[index].seq]
             if guess is None:
                 drafter.asks_model = False
             elif draft := self._fitting(row, guess, terms):
-                rows[index] = _with_draft(row, draft, by_model=True, price=terms.price)
+                rows[index] = _with_draft(row, drafter, draft, True, terms.price)
                 drafter.credit -= (offer.price - terms.price) * len(guess)
                 num_tokens += 1 + len(draft)
         return num_tokens
 
-    def accept(self, row: Row, sampled: list[int], is_finite: bool) -> list[int]:
-        """Verify a draft. `sampled` are the tokens that the step sampled after each token of the
-        row. Returns those that follow from right tokens, and reduces `num_computed` to these. If
-        the row gave non-finite values, none count: the draft may be the reason. The sequence then
-        goes on without drafts.
+    def verified(self, row: Row, num_accepted: int, is_finite: bool) -> None:
+        """A draft was verified. If its row gave non-finite values, the sequence goes on without
+        drafts.
         """
-        seq, draft = row.seq, row.draft
-        count = 0
-        while is_finite and count < len(draft) and draft[count] == sampled[count]:
-            count += 1
-        self.num_drafted += len(draft)
-        self.num_accepted += count
-        drafter = seq.drafter
+        seq, num_drafted = row.seq, len(row.draft)
+        self.num_drafted += num_drafted
+        self.num_accepted += num_accepted
+        drafter = self._drafters.get(seq)
         if drafter is not None:
-            drafter.credit = min(drafter.credit + count, MAX_CREDIT)
+            drafter.credit = min(drafter.credit + num_accepted, MAX_CREDIT)
             if drafter.was_by_model:
-                self.num_model_drafted += len(draft)
-                self.num_model_accepted += count
+                self.num_model_drafted += num_drafted
+                self.num_model_accepted += num_accepted
                 if self.model is not None:
-                    self.model.verified(seq, len(draft), count, drafter.price)
+                    self.model.verified(seq, num_drafted, num_accepted, drafter.price)
         if not is_finite:
-            seq.drafter = None
-        num_taken = count + 1 if is_finite else 0
-        if seq.life == row.life:
-            seq.num_computed -= row.length - num_taken
-        return sampled[:num_taken]
+            self._drafters.pop(seq, None)
 
     def _num_worthwhile(self, row: Row, drafter: Drafter, price: float, room: int) -> int:
         """How many tokens to draft by lookup. With overlapped steps, the first guess is for the
@@ -249,12 +253,17 @@ class Speculation:
             if token < 0 or token in seq.stop_ids:
                 del draft[index:]
                 break
-        if draft and seq.constraint is not None:
-            del draft[seq.constraint.num_allowed(draft) :]
+        if draft and seq.rules is not None and seq.rules.constraint is not None:
+            del draft[seq.rules.constraint.num_allowed(draft) :]
         end = before + len(draft)
         if end > seq.room and not self._kv.extend(seq, end, terms.spare):
             del draft[seq.room - before :]
         return tuple(draft)
+
+    def _go_without(self, seq: Sequence) -> None:
+        """The guess for a sequence failed. Only the drafts of this sequence end."""
+        log.exception("request %s goes on without speculation", seq.request_id)
+        self._drafters.pop(seq, None)
 
 
 def fair_shares(counts: list[int], room: int) -> list[int]:
@@ -267,21 +276,15 @@ def fair_shares(counts: list[int], room: int) -> list[int]:
     return shares
 
 
-def _go_without(seq: Sequence) -> None:
-    """The guess for a sequence failed. Only the drafts of this sequence end."""
-    log.exception("request %s goes on without speculation", seq.request_id)
-    seq.drafter = None
-
-
 def _num_sampling(row: Row) -> int:
     """1 if the token of a decode row is still being sampled, else 0."""
     return row.start + 1 - len(row.seq.tokens)
 
 
-def _with_draft(row: Row, draft: tuple[int, ...], *, by_model: bool, price: float) -> Row:
-    seq, drafter = row.seq, row.seq.drafter
-    assert drafter is not None
-    seq.num_computed += len(draft)
+def _with_draft(
+    row: Row, drafter: Drafter, draft: tuple[int, ...], by_model: bool, price: float
+) -> Row:
+    row.seq.num_computed += len(draft)
     drafter.credit -= price * len(draft)
     drafter.was_by_model, drafter.price = by_model, price
     return row._replace(length=1 + len(draft), draft=draft)
@@ -296,4 +299,5 @@ def _can_follow(row: Row) -> bool:
         return False
     if row.start < len(seq.tokens):
         return True
-    return seq.constraint is None and not seq.params.has_penalties
+    is_free = seq.rules is None or seq.rules.constraint is None
+    return is_free and not seq.params.has_penalties

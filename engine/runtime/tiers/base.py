@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
 
-from engine.runtime.eviction_order import POLICIES, EvictionPolicy, Key
 from engine.runtime.model_runner import Bytes
+from engine.runtime.radix_cache import POLICIES, EvictionPolicy, Key
 from engine.runtime.tiers.record import (
     BadRecordError,
     BlockKey,

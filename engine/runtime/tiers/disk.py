@@ -17,8 +17,8 @@ from pathlib import Path
 import msgspec
 
 from engine.core.sandbox.private_files import PART_SUFFIX, write_private
-from engine.runtime.eviction_order import EvictionPolicy
 from engine.runtime.model_runner import GROUPS, Bytes
+from engine.runtime.radix_cache import EvictionPolicy
 from engine.runtime.tiers.base import BoundedIndex, Loaded, Record, Wanted
 from engine.runtime.tiers.record import PIECE_BYTES
 

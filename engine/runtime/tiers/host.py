@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from engine.runtime.eviction_order import EvictionPolicy
 from engine.runtime.model_runner import Bytes
+from engine.runtime.radix_cache import EvictionPolicy
 from engine.runtime.tiers.base import BoundedIndex, Loaded, Record, Wanted
 
 

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from engine.core.errors import ConfigError
-from engine.runtime.eviction_order import EvictionPolicy
 from engine.runtime.model_runner import Bytes
+from engine.runtime.radix_cache import EvictionPolicy
 from engine.runtime.tiers.base import Loaded, Record, Wanted
 from engine.runtime.tiers.record import PIECE_BYTES
 

@@ -175,7 +175,7 @@ def everything(engine: ProbedEngine, layer: int = 2) -> InterpRequest:
 
 
 def preempt_all(engine: ProbedEngine) -> None:
-    for seq in list(engine.loop.scheduler.running):
+    for seq in list(engine.loop.scheduler.table.running):
         engine.loop.scheduler._preempt(seq)
 
 

@@ -60,7 +60,7 @@ def outputs(path: Path, framework: str, num_layers: int | None) -> tuple[dict[st
         runner = BUILDS[framework](replace(source, config=fewer, weights=kept), config)
         model = ModelDrafts(DraftModel(runner, 64), FixedPrice())
         made.append(Speculation(scheduler.kv, FixedPrice(), model))
-        scheduler.speculation = made[0]
+        scheduler.attach(made[0])
 
     shape = {"num_blocks": 64, "max_slots": 4, "budget": 64, "block_size": 16}
     deltas, _ = run(path, "cpu", asked, **shape, build=BUILDS[framework], prepare=speculate)

@@ -119,9 +119,9 @@ class Run:
         assert vision is not None
         pool = BlockPool(config.num_blocks)
         windows = window_group(runner.spec, max(budget, 4 + max_slots))
-        columns = () if windows is None else (windows.column,)
-        radix = RadixCache(pool, block_size, columns=columns)
-        self.kv = KVCache(pool, radix, block_size, sharing=sharing, windows=windows)
+        groups = [] if windows is None else [windows]
+        radix = RadixCache(pool, block_size, columns=[group.column for group in groups])
+        self.kv = KVCache(pool, radix, block_size, sharing=sharing, groups=groups)
         self.scheduler = Scheduler(self.kv, max_slots, max(budget, 4 + max_slots))
         self.channel = ListChannel()
         self.images = ImageStore(

@@ -13,7 +13,7 @@ from engine.core.faults import Fault
 from engine.core.interfaces.request import GenerateRequest, SamplingParams
 from engine.ipc.options import EngineOptions
 from engine.runners.entry import framework_entry
-from engine.runtime.groups.windows import min_window_blocks
+from engine.runtime.groups.windows import WindowGroup, min_window_blocks
 from engine.runtime.model_runner import RunnerConfig
 from engine.weights.model import open_model
 from engine.worker.loading import load_runner
@@ -82,7 +82,7 @@ def test_windowed_layers_equal_transformers_for_long_answers_and_cache_hits(
     model, path = tiny_models.save(name, tmp_path)
     texts = [tiny_models.text(length, seed) for seed, length in enumerate((40, 3))]
     engine = bench(framework, path)
-    pool = engine.scheduler.kv.windows.pool
+    pool = engine.scheduler.kv.find(WindowGroup).pool
     assert pool.num_usable < LONG // BLOCK_SIZE * 2
     outcomes = engine.run([greedy(str(index), text) for index, text in enumerate(texts)])
     for index, text in enumerate(texts):
@@ -105,7 +105,7 @@ def test_the_windowed_memory_plan_reaches_runner_and_scheduler(
     )
     runner, config, plan = load_runner(open_model(path), options)
     assert 1 < plan.num_window_blocks == config.num_window_blocks < plan.num_blocks
-    windows = build_scheduler(runner.spec, options, plan.bytes_per_token).kv.windows
+    windows = build_scheduler(runner.spec, options, plan.bytes_per_token).kv.find(WindowGroup)
     assert windows.pool.num_blocks == plan.num_window_blocks and windows.max_row == 16
     runner.close()
 

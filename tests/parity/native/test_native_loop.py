@@ -84,8 +84,8 @@ def outputs(path: Path, asked: list[GenerateRequest]) -> tuple[dict[str, list], 
 
     def speculate(scheduler: Scheduler) -> None:
         if asked[0].expected:
-            scheduler.speculation = Speculation(scheduler.kv, FixedPrice())
-            found.append(scheduler.speculation)
+            scheduler.attach(Speculation(scheduler.kv, FixedPrice()))
+            found.append(scheduler.find(Speculation))
 
     shape = {"num_blocks": 64, "max_slots": 4, "budget": 64, "block_size": 16}
     deltas, _ = run(path, "cpu", asked, **shape, build=build_runner, prepare=speculate)

@@ -94,10 +94,9 @@ def run(
     pool = BlockPool(config.num_blocks)
     windows = window_group(runner.spec, budget)
     states = state_group(runner.spec) if sharing else None
-    radix = RadixCache(
-        pool, config.block_size, columns=[each.column for each in (windows, states) if each]
-    )
-    kv = KVCache(pool, radix, config.block_size, sharing=sharing, windows=windows, states=states)
+    groups = [each for each in (windows, states) if each]
+    radix = RadixCache(pool, config.block_size, columns=[each.column for each in groups])
+    kv = KVCache(pool, radix, config.block_size, sharing=sharing, groups=groups)
     scheduler = Scheduler(kv, max_slots)
     prepare(scheduler)
     channel = ListChannel()
@@ -210,7 +209,7 @@ def test_speculation_changes_no_token(name: str, tmp_path: Path):
 
     def speculate(scheduler: Scheduler) -> None:
         made.append(Speculation(scheduler.kv, FixedPrice()))
-        scheduler.speculation = made[0]
+        scheduler.attach(made[0])
 
     assert tokens_of(run(path, "cpu", expecting, **shape, prepare=speculate)[0]) == plain
     assert made[0].num_accepted > 0

@@ -77,9 +77,10 @@ class Bench:
         spec = runner.spec
         self.pool = BlockPool(schedule.num_blocks or spec.num_blocks)
         windows = window_group(spec, schedule.budget)
-        columns = () if windows is None else (windows.column,)
+        groups = [] if windows is None else [windows]
+        columns = [group.column for group in groups]
         radix = RadixCache(self.pool, spec.block_size, columns=columns)
-        kv = KVCache(self.pool, radix, spec.block_size, sharing=schedule.shares, windows=windows)
+        kv = KVCache(self.pool, radix, spec.block_size, sharing=schedule.shares, groups=groups)
         slots = schedule.max_slots or spec.max_slots
         self.scheduler = Scheduler(kv, slots)
         self.channel = ListChannel()

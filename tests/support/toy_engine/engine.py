@@ -3,7 +3,6 @@ checked.
 """
 
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 
 import numpy as np
 from msgspec import structs
@@ -12,7 +11,7 @@ from engine.core.interfaces.request import Deltas, GenerateRequest, SamplingPara
 from engine.runtime.block_pool import BlockPool
 from engine.runtime.budget import StepBudget
 from engine.runtime.groups.states import state_group
-from engine.runtime.groups.windows import min_window_blocks, window_group
+from engine.runtime.groups.windows import WindowTable, min_window_blocks, window_group
 from engine.runtime.kv_cache import KVCache
 from engine.runtime.loop import EngineLoop
 from engine.runtime.model_runner import RunnerSpec
@@ -63,6 +62,16 @@ class Outcome:
     num_cached: int = 0
     prompt_logprobs: tuple | None = None
     vector: bytes | None = None
+
+
+@dataclass(eq=False)
+class Hostages:
+    """Holds blocks like a sequence."""
+
+    request_id: str
+    blocks: list[int]
+    num_computed: int = 0
+    num_confirmed: int = 0
 
 
 class FixedPrice:
@@ -140,17 +149,15 @@ class ToyEngine:
         policy = {k: kv_options.pop(k) for k in ("policy", "ttl_s", "clock") if k in kv_options}
         self.windows = window_group(self.spec, budget)
         self.states = state_group(self.spec)
-        groups = (self.windows, self.states)
-        columns = [group.column for group in groups if group is not None]
+        groups = [group for group in (self.windows, self.states) if group is not None]
+        columns = [group.column for group in groups]
         radix = RadixCache(self.pool, block_size, columns=columns, **policy)
-        self.kv = KVCache(
-            self.pool, radix, block_size, windows=self.windows, states=self.states, **kv_options
-        )
+        self.kv = KVCache(self.pool, radix, block_size, groups=groups, **kv_options)
         self.scheduler = Scheduler(self.kv, max_slots)
         self.scheduler.schedule = WatchedScheduling(self.scheduler, self.violations)
         if speculates:
             model = None if guessed is None else toy_drafts(self.spec, guessed)
-            self.scheduler.speculation = Speculation(self.kv, FixedPrice(), model)
+            self.scheduler.attach(Speculation(self.kv, FixedPrice(), model))
         # Blocks removed from the pools by `shrink`.
         self.hostages: list[int] = []
         self.window_hostages: list[int] = []
@@ -305,13 +312,11 @@ class ToyEngine:
             check_writes(self, inputs)
 
     def _check_kv(self, sequences) -> None:
-        taken = SimpleNamespace(
-            request_id="hostages",
-            checkpoints={},
-            blocks=self.hostages,
-            window_blocks=self.window_hostages,
-            num_window_freed=0,
-            num_computed=0,
-            num_confirmed=0,
-        )
-        KVCache.check(self.kv, [*sequences, taken])
+        taken = Hostages("hostages", self.hostages)
+        if self.windows is not None:
+            self.windows.tables[taken] = WindowTable(self.window_hostages)
+        try:
+            KVCache.check(self.kv, [*sequences, taken])
+        finally:
+            if self.windows is not None:
+                del self.windows.tables[taken]

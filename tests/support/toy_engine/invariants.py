@@ -13,7 +13,7 @@ from functools import lru_cache
 from engine.runtime.groups.windows import min_window_blocks
 from engine.runtime.model_runner import NULL_BLOCK, BatchInputs
 from engine.runtime.queue import GUESSED_TOKENS, MUCH_SHORTER
-from engine.runtime.radix_node import Node
+from engine.runtime.radix_cache import Node
 from engine.runtime.sequence import MAX_PREEMPTIONS, ScheduledBatch
 from tests.support.toy_engine.runner import CRASH_TOKEN, NAN_TOKEN, mix
 
@@ -31,8 +31,8 @@ class Snapshot:
         self.engine = engine
         self.pool, self.kv = engine.pool, engine.kv
         self.size = engine.spec.block_size
-        self.running = list(engine.scheduler._running)
-        self.waiting = list(engine.scheduler._waiting)
+        self.running = list(engine.scheduler.table.running)
+        self.waiting = list(engine.scheduler.table.waiting)
         self.held: Counter[int] = Counter(engine.hostages)
         for seq in self.running:
             self.held.update(seq.blocks)
@@ -186,7 +186,8 @@ def windowed_references(now: Snapshot) -> None:
         return
     pool, holders = now.engine.windows.pool, Counter(now.engine.window_hostages)
     for seq in now.running:
-        live = [block for block in seq.window_blocks if block != NULL_BLOCK]
+        table = now.engine.windows.tables[seq].blocks
+        live = [block for block in table if block != NULL_BLOCK]
         assert len(live) == len(set(live)), seq.request_id
         holders.update(live)
     cached = Counter(now.windowed.values())
@@ -208,7 +209,7 @@ def windows(now: Snapshot) -> None:
     builder, spec = now.engine.loop._step_runner._builder, now.engine.spec
     most = min_window_blocks(spec.window, now.size, now.kv.max_row)
     for seq in now.running:
-        table = seq.window_blocks
+        table = now.engine.windows.tables[seq].blocks
         live = [index for index, block in enumerate(table) if block != NULL_BLOCK]
         first = max(0, seq.num_confirmed - spec.window + 1) // now.size
         needed = range(first, -(-seq.num_computed // now.size))
@@ -217,7 +218,8 @@ def windows(now: Snapshot) -> None:
         # Blocks are freed only when the table grows, which is at the start of a block.
         assert len(live) <= most + -(-2 * now.kv.max_row // now.size) + 1, "too many are held"
         if builder._lives[seq.slot] == seq.life and builder._rooms[seq.slot] == seq.room:
-            assert builder._window_tables[seq.slot, : len(table)].tolist() == table
+            copy = now.engine.windows.by_slot[seq.slot, : len(table)]
+            assert copy.tolist() == table
 
 
 def windowed_contents(now: Snapshot) -> None:
@@ -248,13 +250,14 @@ def queues(now: Snapshot) -> None:
     """INV-18, INV-24: each sequence is in exactly one queue, and nothing of ended ones remains."""
     scheduler, everybody = now.engine.scheduler, now.running + now.waiting
     assert len(set(everybody)) == len(everybody)
-    indexed = [seq for choices in scheduler._requests.values() for seq in choices]
+    indexed = [seq for choices in scheduler.table._requests.values() for seq in choices]
     assert Counter(map(id, indexed)) == Counter(map(id, everybody))
     slots = [seq.slot for seq in now.running]
-    assert sorted(slots + scheduler._free_slots) == list(range(now.engine.spec.max_slots))
+    assert sorted(slots + scheduler.table.free_slots) == list(range(now.engine.spec.max_slots))
     for seq in now.waiting:
         assert seq.slot < 0 and not seq.blocks and seq.num_computed == 0
-        assert not seq.window_blocks and seq.room == 0
+        assert seq.room == 0
+        assert now.engine.windows is None or seq not in now.engine.windows.tables
     launched = now.engine.loop._launched
     drafted = {row.seq: len(row.draft) for row in launched.batch.rows} if launched else {}
     for seq in everybody:
@@ -264,13 +267,13 @@ def queues(now: Snapshot) -> None:
     for each in now.engine.loop._admission._pending.values():
         assert each.choices, "a grammar compiles for nobody"
     if not everybody:
-        assert not scheduler._inflight._owners and not scheduler._inflight._chains
+        assert not scheduler.table.inflight._owners and not scheduler.table.inflight._chains
 
 
 def preemptions(now: Snapshot) -> None:
     """INV-23: no sequence is preempted forever."""
     for seq in now.running + now.waiting:
-        assert seq.num_preemptions <= MAX_PREEMPTIONS
+        assert seq.queue.num_preemptions <= MAX_PREEMPTIONS
 
 
 CHECKS = (
@@ -343,15 +346,15 @@ class WatchedScheduling:
 
     def __call__(self, budget: int, now: float, *, pauses: bool = False) -> ScheduledBatch | None:
         scheduler = self._scheduler
-        waited = list(scheduler._waiting)
+        waited = list(scheduler.table.waiting)
         owed = [
             seq
-            for seq in scheduler._running
+            for seq in scheduler.table.running
             if len(seq.tokens) + seq.num_sampling < seq.num_prompt + seq.max_tokens
             and seq.num_computed < len(seq.tokens) + seq.num_sampling  # it verifies no draft
         ]
         prompts = [seq for seq in owed if seq.num_computed < seq.num_prompt]
-        longest = max((seq.num_uncomputed for seq in scheduler._running), default=0)
+        longest = max((seq.num_uncomputed for seq in scheduler.table.running), default=0)
         # It is this in its place.
         batch = type(scheduler).schedule(scheduler, budget, now, pauses=pauses)
         rows = batch.rows if batch is not None else ()
@@ -373,19 +376,19 @@ class WatchedScheduling:
         rows = batch.rows if batch is not None else ()
         assert sum(row.length for row in rows) <= budget, "a step is over its budget"
         assert all(row.length >= 1 for row in rows)
-        assert len(scheduler._running) <= scheduler._max_slots
+        assert len(scheduler.table.running) <= scheduler.table.max_slots
         scheduled = {row.seq for row in rows}
         assert all(seq in scheduled or seq.slot < 0 for seq in owed), "somebody got no token"
         admitted = [seq for seq in waited if seq.slot >= 0]
         max_passing = sum(seq.num_prompt + GUESSED_TOKENS for seq in admitted)
         for seq in waited:
-            is_held = seq.held_by is not None or seq.load is not None
+            is_held = seq.queue.held_by is not None or scheduler.kv.is_reading(seq)
             if seq.slot >= 0 or is_held or seq.num_sampling:
                 continue
             for other in admitted:
                 peers = (other.priority, other.tenant) == (seq.priority, seq.tenant)
                 num_new = len(other.tokens) - other.num_matched * scheduler.kv.block_size
                 is_short = MUCH_SHORTER * num_new <= longest
-                is_passed = 0 < seq.num_passed < len(seq.tokens) + max_passing
+                is_passed = 0 < seq.queue.num_passed < len(seq.tokens) + max_passing
                 overtaken = peers and other.arrival > seq.arrival and not (is_short or is_passed)
                 assert not overtaken, f"{other.request_id} overtook {seq.request_id}"

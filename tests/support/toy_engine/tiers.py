@@ -24,7 +24,7 @@ def add_tiers(
     prompt_s=lambda count: None,
     make_mover=InlineMover,
 ) -> OffloadWorker:
-    return attach_tiers(
+    attached = attach_tiers(
         engine.kv,
         engine.runner,
         engine.spec,
@@ -33,6 +33,7 @@ def add_tiers(
         prompt_s,
         make_mover=make_mover,
     )
+    return attached.mover
 
 
 def tiered_engine(

@@ -17,14 +17,14 @@ RESUMED = "tests/unit/runtime/test_resumed_sequences.py"
 MUTATIONS = [
     Mutation(
         "runtime: named stop ids are lost beside ends of text",
-        "engine.runtime.requests.new_sequences",
+        "engine.runtime.requests.admission",
         "stop_ids=frozenset((*params.stop_token_ids, *ends)),\n",
         "stop_ids=frozenset(ends),\n",
         f"{INTAKE_TESTS}::test_every_field_of_a_request_reaches_its_sequences",
     ),
     Mutation(
         "runtime: a request's tenant is its salt",
-        "engine.runtime.requests.new_sequences",
+        "engine.runtime.requests.admission",
         "            tenant=request.tenant,\n",
         "            tenant=request.salt,\n",
         f"{INTAKE_TESTS}::test_every_field_of_a_request_reaches_its_sequences",
@@ -59,14 +59,14 @@ MUTATIONS = [
     ),
     Mutation(
         "runtime: every choice scores the prompt",
-        "engine.runtime.requests.new_sequences",
+        "engine.runtime.requests.admission",
         "params.score_prompt and is_first and",
         "params.score_prompt and",
         f"{INTAKE_TESTS}::test_every_field_of_a_request_reaches_its_sequences",
     ),
     Mutation(
         "runtime: biases of unknown tokens reach the device",
-        "engine.runtime.requests.checks",
+        "engine.runtime.requests.admission",
         "named = [*request.params.logit_bias, *request.params.stop_token_ids,",
         "named = [*request.params.stop_token_ids,",
         f"{INTAKE_TESTS}::test_invalid_requests_are_refused_for_every_choice",
@@ -206,14 +206,14 @@ MUTATIONS = [
     ),
     Mutation(
         "runtime: the first in is never the first out",
-        "engine.runtime.eviction_order",
+        "engine.runtime.radix_cache",
         '"fifo": lambda node: (node.created, 0),',
         '"fifo": lambda node: (node.last_used, 0),',
         "tests/unit/runtime/test_radix_cache.py::test_lru_lfu_and_fifo_choose_the_evicted_block",
     ),
     Mutation(
         "runtime: the least used are kept longest",
-        "engine.runtime.eviction_order",
+        "engine.runtime.radix_cache",
         '"lfu": lambda node: (node.num_uses, node.last_used),',
         '"lfu": lambda node: (-node.num_uses, node.last_used),',
         "tests/unit/runtime/test_radix_cache.py::test_lru_lfu_and_fifo_choose_the_evicted_block",

@@ -24,7 +24,7 @@ from engine.core.interfaces.request import (
 from engine.core.store import adapter_store
 from engine.runtime.groups.adapter_slots import AdapterSlots
 from engine.runtime.model_runner import AdapterRunner, RunnerSpec
-from engine.runtime.sequence import namespace_of
+from engine.runtime.requests.new_sequences import namespace_of
 from tests.support.files.gguf_files import tiny_config
 from tests.support.files.lora_files import PREFIX, peft_folder
 from tests.support.files.safetensors_files import file_bytes
@@ -142,10 +142,9 @@ class Places:
     """`AdapterSlots` of two places over a runner that only notes what it is given."""
 
     def __init__(self, num_places: int = 2, max_host_bytes: int = 10**9) -> None:
-        self.used: set[int] = set()
         self.reads: list[str] = []
         self.set: list[tuple[int, str]] = []
-        self.places = AdapterSlots(self, self.read, lambda: self.used, num_places, max_host_bytes)
+        self.places = AdapterSlots(self, self.read, num_places, max_host_bytes)
 
     def read(self, path: Path) -> Adapter:
         self.reads.append(path.name)
@@ -179,10 +178,10 @@ def test_the_least_recently_used_adapter_slot_is_reused() -> None:
     a, b, c = (test.load(name) for name in "abc")
     assert (test.place(a), test.place(b), test.place(a)) == (1, 2, 1)
     assert test.place(c) == 2  # b was used longest ago
-    test.used = {1, 2}
+    test.places.used = {"a": 1, "b": 2}
     assert test.place(b) is None
     assert test.place(a) == 1
-    test.used = {1}
+    test.places.used = {"a": 1}
     assert test.place(b) == 2
     assert test.set == [(1, "a"), (2, "b"), (2, "c"), (2, "b")]
     assert test.reads == ["a", "b", "c"]
@@ -206,11 +205,11 @@ def test_a_request_waiting_for_an_adapter_slot_is_not_overtaken_forever() -> Non
     test = Places(num_places=1)
     a, b = test.load("a"), test.load("b")
     assert test.place(a) == 1
-    test.used = {1}
+    test.places.used = {"a": 1}
     test.places.begin_pass()
     assert test.places.place(b) is None
     assert test.places.place(a) is None  # it came later, so it waits until b had its turn
-    test.used = set()
+    test.places.used = {}
     test.places.begin_pass()
     assert test.places.place(b) == 1
 

@@ -7,6 +7,7 @@ import pytest
 
 from engine.core.errors import InvalidRequestError, RateLimitError
 from engine.core.interfaces.request import AdapterRef, GenerateRequest, SamplingParams
+from engine.runtime.insight.request_timing import RequestTimings
 from engine.runtime.requests.admission import RequestAdmission
 from tests.support.toy_engine.engine import ToyEngine
 from tests.support.toy_engine.runner import VOCAB
@@ -42,7 +43,7 @@ class Bench:
         return self.admission.submit(request, now)
 
     def waiting(self) -> list:
-        return sorted(self.scheduler.sequences(), key=lambda seq: seq.arrival)
+        return sorted(self.scheduler.table.sequences(), key=lambda seq: seq.arrival)
 
 
 def codes(deltas: list) -> list[tuple]:
@@ -70,11 +71,14 @@ def test_every_field_of_a_request_reaches_its_sequences():
         assert (seq.num_prompt, seq.max_tokens, seq.params) == (3, 6, request.params)
         assert seq.stop_ids == {4, 5, 9}
         assert (seq.seed, seq.namespace, seq.tenant) == (7, "salt", "tenant")
-        assert (seq.priority, seq.submitted_at, seq.deadline) == (-2, 100.0, 130.0)
-        assert (seq.constraint, seq.pools) == (None, False)
-        assert seq.scores_prompt == (choice == 0)
-        assert seq.bad_words == ((1, 2),) and seq.dry_breakers == {3: [()], 4: [(5,), (6,)]}
-        assert seq.allowed is not None and seq.allowed.tolist() == [0b1010]
+        assert (seq.priority, seq.pools) == (-2, False)
+        assert seq.starts_over == (choice == 0), "only the first choice scores the prompt"
+        rules = seq.rules
+        assert rules is not None and rules.constraint is None
+        assert rules.bad_words == ((1, 2),) and rules.dry_breakers == {3: [()], 4: [(5,), (6,)]}
+        assert rules.allowed is not None and rules.allowed.tolist() == [0b1010]
+    (deadline,) = bench.admission._checks.deadlines
+    assert (deadline.at, deadline.is_end, deadline.queued_at) == (130.0, True, 100.0)
     assert first.arrival < second.arrival and first.tokens is not second.tokens
 
 
@@ -156,8 +160,10 @@ def test_a_compiled_grammar_is_copied_for_each_choice():
     assert bench.admission.admit_ready(101.0) == [] and not bench.waiting()
     bench.grammars.futures["g"].set_result(SimpleNamespace(deep_copy=lambda: next(copies)))
     assert bench.admission.admit_ready(102.0) == []
-    assert [seq.constraint.matcher for seq in bench.waiting()] == ["one", "two"]
-    assert all((seq.submitted_at, seq.deadline) == (100.0, 130.0) for seq in bench.waiting())
+    assert [seq.rules.constraint.matcher for seq in bench.waiting()] == ["one", "two"]
+    timings = bench.scheduler.find(RequestTimings)
+    assert all(timings.submitted_at(seq) == 100.0 for seq in bench.waiting())
+    assert [entry.at for entry in bench.admission._checks.deadlines] == [130.0]
     assert bench.admission.num_pending == 0
 
 

@@ -14,6 +14,7 @@ from engine.core.errors import ConfigError
 from engine.ipc.options import EngineOptions
 from engine.runtime.speculation import model_drafts
 from engine.runtime.speculation.draft_model import MAX_LAG, DraftModel
+from engine.runtime.speculation.drafts import Speculation
 from engine.runtime.speculation.model_drafts import ModelDrafts, Rate
 from engine.worker import draft as worker
 from tests.support.toy_engine.engine import FixedPrice, GuessingRunner, ToyEngine
@@ -79,7 +80,7 @@ def test_a_sequence_that_does_not_fit_continues_without_the_draft_model():
 
 def test_a_draft_model_that_fails_is_disabled(caplog):
     engine = ToyEngine(num_blocks=64, speculates=True, guessed=1.0, budget=32)
-    model = engine.scheduler.speculation.model._model
+    model = engine.scheduler.find(Speculation).model._model
     launch, calls = model._launch, []
 
     def fail(rows):
@@ -93,7 +94,7 @@ def test_a_draft_model_that_fails_is_disabled(caplog):
     engine.submit("r", PROMPT, max_tokens=20)
     engine.run()
     engine.check()
-    assert engine.scheduler.speculation.model is None and len(calls) == 3
+    assert engine.scheduler.find(Speculation).model is None and len(calls) == 3
     model.close()  # as at the end of the process
     assert closed == [3], "its memory is freed at once"
     assert "goes on without it" in caplog.text
@@ -101,7 +102,7 @@ def test_a_draft_model_that_fails_is_disabled(caplog):
 
 def test_a_draft_ends_where_the_draft_model_computes_nan(monkeypatch):
     engine = ToyEngine(num_blocks=64, speculates=True, guessed=1.0, budget=32)
-    runner = engine.scheduler.speculation.model._model._runner
+    runner = engine.scheduler.find(Speculation).model._model._runner
     sample = runner.sample
 
     def broken(handle, sampling):
@@ -121,7 +122,7 @@ def test_all_draft_model_slots_are_released():
     engine = ToyEngine(num_blocks=64, max_slots=4, speculates=True, guessed=0.8, budget=32)
     for first, name in enumerate("abcd"):
         engine.submit(name, (first, *PROMPT), max_tokens=12, temperature=1.0, seed=ord(name))
-    model, counts = engine.scheduler.speculation.model, []
+    model, counts = engine.scheduler.find(Speculation).model, []
     for _ in range(12):
         engine.turn()
         counts.append(len(model._model._copies))

@@ -15,15 +15,16 @@ from engine.runtime.queue import (
 from engine.runtime.sequence import Sequence
 from tests.support.toy_engine.engine import ToyEngine
 
-BLANK = [f.name for f in dataclasses.fields(Sequence) if f.default is dataclasses.MISSING]
+REQUIRED = (dataclasses.MISSING, dataclasses.MISSING)
+BLANK = [f.name for f in dataclasses.fields(Sequence) if (f.default, f.default_factory) == REQUIRED]
 LARGEST = 64 + GUESSED_TOKENS
 
 
 def sequence(arrival, tenant, prompt=8, max_tokens=8, priority=0, step=0):
-    seq = Sequence(**{name: 0 for name in BLANK if name not in ("blocks", "prompt_scores")})
+    seq = Sequence(**dict.fromkeys(BLANK, 0))
     seq.tokens = [1] * prompt
     seq.arrival, seq.tenant, seq.priority = arrival, tenant, priority
-    seq.num_prompt, seq.max_tokens, seq.submitted_step = prompt, max_tokens, step
+    seq.num_prompt, seq.max_tokens, seq.queue.submitted_step = prompt, max_tokens, step
     return seq
 
 
@@ -31,7 +32,7 @@ def admit_one(line, step=0):
     """What the scheduler does with the first in order."""
     seq = next(line.in_order(step))
     line.remove(seq)
-    seq.started_at = 0.0
+    seq.slot = 0
     line.charge(seq)
     return seq
 
@@ -273,9 +274,10 @@ def test_every_other_step_for_a_new_tenant_is_short_and_prefill_continues():
     computed = []
     for number in range(3):
         engine.submit(f"short{number}", [9, 8, number], tenant=f"light{number}", max_tokens=1)
-        before = sum(seq.num_computed for seq in engine.scheduler.sequences())
+        table = engine.scheduler.table
+        before = sum(seq.num_computed for seq in table.sequences())
         engine.turn(1)
-        computed.append(sum(seq.num_computed for seq in engine.scheduler.sequences()) - before)
+        computed.append(sum(seq.num_computed for seq in table.sequences()) - before)
     assert computed[0] < 100 < 200 < computed[1], computed
     assert computed[2] < 100
     engine.run()
@@ -287,7 +289,7 @@ def test_the_last_free_slot_is_reserved_for_a_tenant_without_one():
     for number in range(6):
         engine.submit(f"flood{number}", [1, 2, number], tenant="flood", max_tokens=60)
     engine.turn(3)
-    assert engine.scheduler.num_running == 2
+    assert engine.scheduler.table.num_running == 2
     engine.submit("light", [9, 8], tenant="light", max_tokens=2)
     engine.turn(2)
     assert engine.outcomes["light", 0].tokens, "it did not wait for the end of another"

@@ -106,8 +106,9 @@ def test_a_sequence_preempted_while_scored_is_scored_again(depth):
     engine.submit("scored", PROMPT, max_tokens=6, logprobs=1, score_prompt=True)
     for _ in range(200):
         engine.turn()
-        sequences = [seq for seq in engine.scheduler.sequences() if seq.request_id == "scored"]
-        if sequences and 0 < len(sequences[0].prompt_scores) < len(PROMPT) - 1:
+        scores = engine.scheduler.find(prompt_logprobs_module.PromptScores)
+        begun = [] if scores is None else list(scores.of.items())
+        if begun and 0 < len(begun[0][1]) < len(PROMPT) - 1:
             break
     else:
         raise AssertionError("it was never in the midst of its prompt")
@@ -115,7 +116,7 @@ def test_a_sequence_preempted_while_scored_is_scored_again(depth):
     engine.turn(3)
     engine.grow()
     finish(engine)
-    assert engine.scheduler.num_preemptions > 0 and sequences[0].num_preemptions > 0
+    assert engine.scheduler.num_preemptions > 0 and begun[0][0].queue.num_preemptions > 0
     check_scores(engine, "scored", 1)
 
 

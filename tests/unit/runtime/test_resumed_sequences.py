@@ -48,7 +48,7 @@ def test_all_requests_of_a_dead_engine_are_recomputed_together():
     assert num_turns(engine) <= 3
     engine.run()
     engine.check()
-    assert not engine.scheduler.is_catching_up
+    assert not engine.scheduler.table.is_catching_up
 
 
 def test_new_requests_after_a_restart_are_prefilled_beside_decode():

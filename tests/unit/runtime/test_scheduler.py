@@ -41,7 +41,7 @@ def test_aging_overtakes_a_higher_priority():
     engine.submit("patient", (1, 2), priority=1, max_tokens=2)
     engine.submit("first", (9, 9), max_tokens=2)
     engine.turn()
-    engine.scheduler._step += 2 * AGING_STEPS
+    engine.scheduler.step += 2 * AGING_STEPS
     for number in range(3):
         engine.submit(f"fresh{number}", (3, number), max_tokens=2)
     order = order_of_first_tokens(engine)
@@ -68,7 +68,7 @@ def test_sequences_waiting_for_a_shared_prefix_continue_if_its_owner_is_aborted(
     engine.turn(2)
     engine.submit("follower", prompt, max_tokens=4)
     engine.turn(2)
-    assert engine.scheduler.num_running == 1
+    assert engine.scheduler.table.num_running == 1
     engine.channel.inbox.append(Abort("leader"))
     engine.run()
     engine.check()
@@ -80,21 +80,23 @@ def test_sequences_do_not_wait_for_blocks_if_sharing_is_off():
     for number in range(2):
         engine.submit(f"r{number}", (1, 2, 3, 4, 5), max_tokens=3)
     engine.turn()
-    assert engine.scheduler.num_running == 2
+    assert engine.scheduler.table.num_running == 2
 
 
 def test_admission_order_follows_aged_priorities():
     rng, line = random.Random(1), WaitingQueue()
     blank = dataclasses.fields(Sequence)
     for arrival in range(200):
-        seq = Sequence(**{f.name: 0 for f in blank if f.default is dataclasses.MISSING and f.init})
+        required = (dataclasses.MISSING, dataclasses.MISSING)
+        names = [f.name for f in blank if (f.default, f.default_factory) == required]
+        seq = Sequence(**dict.fromkeys(names, 0))
         seq.arrival, seq.priority = arrival, rng.randrange(3)
-        seq.submitted_step = 40 * arrival
+        seq.queue.submitted_step = 40 * arrival
         line.add(seq)
     step = 10_000
-    order = [(s.priority - (step - s.submitted_step) // AGING_STEPS, s.arrival) for s in line]
+    order = [(s.priority - (step - s.queue.submitted_step) // AGING_STEPS, s.arrival) for s in line]
     found = [
-        (s.priority - (step - s.submitted_step) // AGING_STEPS, s.arrival)
+        (s.priority - (step - s.queue.submitted_step) // AGING_STEPS, s.arrival)
         for s in line.in_order(step)
     ]
     assert found == sorted(order)
@@ -107,7 +109,7 @@ def test_finished_requests_are_not_kept_until_their_deadline():
         request = engine.channel.inbox.pop()
         engine.channel.inbox.append(msgspec.structs.replace(request, timeout_s=1e6))
         engine.turn()
-    assert len(engine.loop._admission._deadlines) < 100
+    assert len(engine.loop._admission._checks.deadlines) < 100
 
 
 def test_the_first_step_after_idling_is_reported_as_busy():
@@ -156,7 +158,7 @@ def test_a_broken_invariant_is_counted_once_and_repaired():
     engine = ToyEngine(max_slots=4)
     engine.submit("a", (1, 2, 3), max_tokens=2)
     engine.run()
-    engine.scheduler._free_slots.pop()  # a leak
+    engine.scheduler.table.free_slots.pop()  # a leak
     engine.pool.take(1)  # and another
     engine.submit("b", (1, 2, 3), max_tokens=2)
     engine.run()
@@ -185,7 +187,7 @@ def test_a_sequence_is_preempted_at_most_max_preemptions_times():
     worst = 0
     for _ in range(3000):
         engine.turn()
-        worst = max([worst, *(s.num_preemptions for s in engine.scheduler.sequences())])
+        worst = max([worst, *(s.num_preemptions for s in engine.scheduler.table.sequences())])
         if all(outcome.finish_reason for outcome in engine.outcomes.values()):
             break
     engine.check()
@@ -198,13 +200,13 @@ def test_after_max_preemptions_a_sequence_gets_all_blocks_it_can_need():
     for name in ("older", "younger"):
         engine.submit(name, (len(name), 1, 2), max_tokens=20)
     engine.turn()
-    victim = engine.scheduler._running[-1]
+    victim = engine.scheduler.table.running[-1]
     for _ in range(MAX_PREEMPTIONS):
         assert len(victim.blocks) * 2 < victim.max_len
         engine.scheduler._preempt(victim)
         engine.turn()
     assert len(victim.blocks) * 2 >= victim.max_len
-    assert engine.scheduler._running[0] is victim, "a victim comes from the other end"
+    assert engine.scheduler.table.running[0] is victim, "a victim comes from the other end"
     engine.run()
     engine.check()
 
@@ -234,9 +236,10 @@ def test_queue_timeout_refuses_waiting_requests_and_not_started_ones():
     engine.turn()
     assert engine.outcomes["waiting", 0].error_code == "RATE_LIMIT_EXCEEDED"
     engine.turn()  # the patient one has begun by now, or the first one runs still
-    seq = next(s for s in engine.scheduler.sequences() if s.request_id == "running")
-    assert seq.started_at is not None
-    engine.loop._send(engine.loop._admission.expire(seq.submitted_at + 61))
+    seq = next(s for s in engine.scheduler.table.sequences() if s.request_id == "running")
+    assert seq.has_started
+    submitted_at = engine.loop._timings.submitted_at(seq)
+    engine.loop._send(engine.loop._admission.expire(submitted_at + 61))
     engine.run()
     assert engine.outcomes["running", 0].finish_reason == "length"
     assert engine.outcomes["patient", 0].error_code == "RATE_LIMIT_EXCEEDED"

@@ -111,7 +111,7 @@ def test_a_request_can_be_aborted_while_its_grammar_compiles(monkeypatch):
     assert {o.finish_reason for o in engine.outcomes.values()} == {"abort"}
     time.sleep(0.3)
     engine.turn(3)
-    assert engine.scheduler.num_running == engine.scheduler.num_waiting == 0
+    assert engine.scheduler.table.num_running == engine.scheduler.table.num_waiting == 0
 
 
 def test_cached_compiled_grammars_are_bounded(monkeypatch):

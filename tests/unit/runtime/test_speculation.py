@@ -11,7 +11,7 @@ from engine.core.errors import ConfigError
 from engine.runtime.budget import MAX_STRETCH, TARGET_STEP_S, StepBudget
 from engine.runtime.sequence import packed
 from engine.runtime.speculation import lookup
-from engine.runtime.speculation.drafts import fair_shares, speculates
+from engine.runtime.speculation.drafts import Speculation, fair_shares, speculates
 from engine.runtime.speculation.lookup import (
     MAX_MATCH,
     Drafter,
@@ -90,7 +90,7 @@ def test_sampling_parameters_that_depend_on_all_tokens_disable_drafts(params):
 def test_wrong_drafts_are_soon_not_tried(monkeypatch):
     """A sequence whose guesses always look good and are always wrong loses little time."""
     engine = ToyEngine(num_blocks=64, speculates=True, budget=32)
-    monkeypatch.setattr(engine.scheduler.speculation._budget, "price", lambda count: 0.5)
+    monkeypatch.setattr(engine.scheduler.find(Speculation)._budget, "price", lambda count: 0.5)
     monkeypatch.setattr(Drafter, "follow", lambda self: setattr(self, "match", MAX_MATCH))
     monkeypatch.setattr(Drafter, "guess", lambda self, count: [NOT_IN_OUTPUT] * count)
     engine.submit("r", PROMPT, max_tokens=40)

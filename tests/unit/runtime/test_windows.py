@@ -200,7 +200,7 @@ def test_a_preempted_sequence_resumes_with_its_window(depth):
     for number in range(2):
         engine.submit(f"r{number}", (number, *PROMPT), max_tokens=24)
     engine.turn(10)
-    victim = engine.scheduler._running[-1]
+    victim = engine.scheduler.table.running[-1]
     engine.scheduler._preempt(victim)
     engine.check()
     engine.turn(2)
@@ -214,11 +214,11 @@ def test_a_pinned_sequence_has_its_own_windowed_blocks():
     engine.submit("a", PROMPT, max_tokens=20)
     engine.submit("b", PROMPT, max_tokens=20)
     engine.turn(4)
-    victim = engine.scheduler._running[-1]
+    victim = engine.scheduler.table.running[-1]
     for _ in range(MAX_PREEMPTIONS):
         engine.scheduler._preempt(victim)
         engine.turn()
-    held = [block for block in victim.window_blocks if block != NULL_BLOCK]
+    held = [block for block in engine.windows.tables[victim].blocks if block != NULL_BLOCK]
     assert held and all(engine.windows.pool.refs(block) == 1 for block in held)
     engine.run()
     engine.check()

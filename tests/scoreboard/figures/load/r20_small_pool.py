@@ -41,7 +41,7 @@ class Watch:
         leave, schedule = Scheduler._leave, Scheduler.schedule
 
         def watched_leave(scheduler: Scheduler, seq: Sequence, *arguments: Any) -> None:
-            worst = max(seq.num_preemptions, self.num_preemptions[seq.request_id])
+            worst = max(seq.queue.num_preemptions, self.num_preemptions[seq.request_id])
             self.num_preemptions[seq.request_id] = worst
             leave(scheduler, seq, *arguments)
 

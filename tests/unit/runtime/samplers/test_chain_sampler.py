@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from engine.core.interfaces.request import SamplingParams
 from engine.runtime.samplers.chain import (
@@ -21,6 +22,7 @@ from engine.runtime.samplers.chain import (
 )
 from engine.runtime.samplers.host_sampler import HostSampler
 from engine.runtime.samplers.repetition import (
+    TokenRules,
     allowed_mask,
     banned_by_words,
     by_first_token,
@@ -83,23 +85,20 @@ def test_mirostat_keeps_the_same_tokens_as_llama_cpp(case):
         mu -= params.mirostat_eta * (float(bits) - params.mirostat_tau)
 
 
-def sequence(params: SamplingParams, choice: int = 0, **fields: Any) -> Sequence:
+def sequence(params: SamplingParams, choice: int = 0, **rules: Any) -> Sequence:
     return Sequence(
         request_id="r",
         choice=choice,
         tokens=packed(PROMPT),
         num_prompt=len(PROMPT),
         max_tokens=99,
-        params=params,
+        params=replace(params, seed=params.seed or 0),
         stop_ids=frozenset(),
-        seed=params.seed or 0,
         namespace="",
         tenant="",
         priority=0,
         arrival=0,
-        submitted_at=0.0,
-        deadline=None,
-        **fields,
+        rules=TokenRules(**rules),
     )
 
 
@@ -108,7 +107,8 @@ def step(sampler: ChainSampler, seqs: list[Sequence], logits: np.ndarray) -> lis
     rows = tuple(Row(seq, len(seq.tokens) - 1, 1, True, slot, 1) for slot, seq in enumerate(seqs))
     bias_rows, bias_ids, bias_values = logit_biases(enumerate(rows))
     masks = [
-        ~np.zeros(-(-VOCAB // 32), np.uint32) if s.allowed is None else s.allowed for s in seqs
+        ~np.zeros(-(-VOCAB // 32), np.uint32) if s.rules.allowed is None else s.rules.allowed
+        for s in seqs
     ]
     numbers = range(len(seqs))
     sampling = sampling_inputs(
@@ -197,7 +197,7 @@ def test_batched_sampler_chains_equal_the_reference(chains, logits_seed):
             assert token == reference.next_token(row), seq.params
             seq.tokens.append(token)
             if reference.mu is not None:
-                assert seq.surprise_limits[seq.num_generated - 1 :] == [
+                assert seq.rules.surprise_limits[seq.num_generated - 1 :] == [
                     pytest.approx(reference.mu, abs=1e-3)
                 ]
 

@@ -14,6 +14,7 @@ from engine.runtime.tiers import offload_worker as mover_module
 from engine.runtime.tiers.disk import DiskTier
 from engine.runtime.tiers.health import WatchedTier
 from engine.runtime.tiers.host import HostTier
+from engine.runtime.tiers.kv_tiers import KVTiers
 from engine.runtime.tiers.offload_worker import OffloadWorker
 from tests.support.toy_engine.engine import ToyEngine
 from tests.support.toy_engine.tiers import InlineMover, tiered_engine
@@ -246,13 +247,14 @@ def test_an_abort_while_blocks_are_loaded_leaves_nothing_behind(tmp_path, monkey
     second.submit("b", PROMPT, max_tokens=6)
     second.submit("c", [20, 21], max_tokens=3)
     second.turn()
-    seq = next(each for each in second.scheduler.sequences() if each.request_id == "b")
-    assert seq.load is not None and seq.slot < 0, "it waits for its blocks"
+    seq = next(each for each in second.scheduler.table.sequences() if each.request_id == "b")
+    assert second.kv.is_reading(seq) and seq.slot < 0, "it waits for its blocks"
     second.turn(3)
     assert second.outcomes["c", 0].tokens, "others go on"
     second.channel.inbox.append(Abort("b"))
     second.turn()
-    assert seq.load is None and not second.kv.tiers._jobs and mover._reads[0].is_cancelled
+    assert not second.kv.is_reading(seq) and not second.kv.find(KVTiers)._jobs
+    assert mover._reads[0].is_cancelled
     second.check()
 
 
@@ -265,7 +267,7 @@ def test_a_sequence_continues_if_the_one_loading_its_blocks_is_aborted(tmp_path)
         second.submit(name, PROMPT, max_tokens=6)
     second.turn()
     job = mover._reads[0]
-    assert {each.load for each in second.scheduler.sequences()} == {job}
+    assert {each.load for each in second.scheduler.table.sequences()} == {job}
     del mover.read
     while not job.ready:
         mover.read_some(job)  # blocks arrive, and then the request that asked for them ends
@@ -307,7 +309,7 @@ def test_offload_threads_move_blocks_and_end_with_the_engine(tmp_path, monkeypat
         engine, mover = tiered_engine(disk(tmp_path), make_mover=OffloadWorker)
         mover.start()
         answers.append(answer(engine, name))
-        engine.kv.tiers.close()  # it writes what is queued
+        engine.kv.find(KVTiers).close()  # it writes what is queued
         assert not [each for each in threading.enumerate() if each.name.startswith("tier-")]
     assert answers[1].tokens == answers[0].tokens and answers[1].num_cached == 16
 
@@ -333,7 +335,7 @@ def test_a_bug_while_loading_disables_the_tiers_and_fails_no_request(tmp_path) -
 
     second.runner.write_blocks = fails
     assert answer(second, "b").num_cached == 0
-    assert second.kv.tiers is None
+    assert second.kv.find(KVTiers).has_failed
     assert not second.loop.stats().tiers[0].is_up
     assert answer(second, "c").num_cached == 16, "from the KV pool"
 
@@ -344,7 +346,7 @@ def test_a_failure_to_publish_loaded_blocks_does_not_end_the_tiers(tmp_path, sha
     engine, _ = tiered_engine(disk(tmp_path), **SHAPES[shape])
     with faults.planned(Fault("publish", "memory", at=1)):
         assert answer(engine, "b").tokens == told.tokens
-    assert engine.kv.num_unpublished == 1 and engine.kv.tiers is not None
+    assert engine.kv.num_unpublished == 1 and not engine.kv.find(KVTiers).has_failed
     engine.kv.flush()
     assert answer(engine, "c").num_cached >= 8, "they are loaded again"
 
@@ -352,9 +354,9 @@ def test_a_failure_to_publish_loaded_blocks_does_not_end_the_tiers(tmp_path, sha
 def test_disabled_tiers_have_no_threads(tmp_path, monkeypatch) -> None:
     engine, mover = tiered_engine(disk(tmp_path), make_mover=OffloadWorker)
     mover.start()
-    monkeypatch.setattr(engine.kv.tiers, "read_ahead", None)  # raises when it is called
+    monkeypatch.setattr(engine.kv.find(KVTiers), "_ask", None)  # raises when it is called
     answer(engine, "a")
-    assert engine.kv.tiers is None and not mover._writes
+    assert engine.kv.find(KVTiers).has_failed and not mover._writes
     for thread in mover._threads:
         thread.join(10)
         assert not thread.is_alive()

@@ -18,7 +18,7 @@ from engine.core.interfaces.timeline import (
     Timeline,
 )
 from engine.routing.decisions import Decision, Failed
-from engine.runtime import loop, step_runner
+from engine.runtime import loop
 from engine.runtime.insight.request_timing import BLOCKS, EngineClock, RequestTiming
 from engine.runtime.requests import grammar as grammar_module
 from engine.servers.http.request_log import RequestRecord
@@ -36,8 +36,7 @@ class ClockedEngine:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
         self.now = 100.0
         clock = SimpleNamespace(monotonic=lambda: self.now)
-        for module in (loop, step_runner):
-            monkeypatch.setattr(module, "time", clock)
+        monkeypatch.setattr(loop, "time", clock)
         self.toy = ToyEngine(**options)
         self.timelines: dict[str, Timeline] = {}
         forward, send = self.toy.runner.forward, self.toy.channel.send
@@ -351,14 +350,14 @@ def test_a_timeline_keeps_a_bounded_number_of_prefill_chunks(
 
 def test_time_held_for_a_shared_prefix_is_not_attributed_to_other_waits() -> None:
     clock = EngineClock()
-    seq = SimpleNamespace(arrival=0, tenant="", priority=0, queued_at=10.0, num_matched=1)
+    seq = SimpleNamespace(arrival=0, tenant="", priority=0, num_matched=1)
     clock.plan(10.0)
     watch = RequestTiming(clock, 0, 10.0, None)
-    leader = SimpleNamespace(watch=RequestTiming(clock, 0, 10.0, None))
+    leader = RequestTiming(clock, 0, 10.0, None)
     watch.hold(leader)
     clock.block(BLOCKS)
     clock.plan(12.0)
-    leader.watch.first_token(12.0)
+    leader.first_token(12.0)
     clock.block(BLOCKS)
     clock.plan(12.5)
     waits, _ = watch._waited(seq, 12.5)

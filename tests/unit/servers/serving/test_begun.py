@@ -82,7 +82,7 @@ def test_a_preempted_request_does_not_begin_again() -> None:
     engine = ToyEngine(budget=8)
     send(engine, "long", LONG)
     turn_until_begun(engine)
-    engine.scheduler._preempt(engine.scheduler.running[0])
+    engine.scheduler._preempt(engine.scheduler.table.running[0])
     for _ in range(40):
         engine.loop.turn(0.0)
     assert engine.scheduler.num_preemptions == 1
