@@ -3,6 +3,7 @@ it.
 """
 
 import gc
+import logging
 import os
 import sys
 import tempfile
@@ -26,6 +27,8 @@ sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
 # A new client reads all certificates that the system trusts: 60 ms, and tests make thousands.
 httpx_transports.create_ssl_context = cache(httpx_transports.create_ssl_context)
 make_routes_lazy()
+# As a server sets it, whichever tests ran before: tests count the lines that a request logs.
+logging.getLogger("httpx").setLevel(logging.WARNING)
 # Servers store their data here by default, and not in the data folder of the user who runs the
 # tests.
 DATA_HOME = tempfile.TemporaryDirectory(prefix="engine-tests-", ignore_cleanup_errors=True)
@@ -43,9 +46,17 @@ HERE = Path(__file__).parent
 INTEGRATION = frozenset(
     HERE / path
     for path in (
+        "e2e/apis/test_anthropic_client.py",
+        "e2e/apis/test_conformance.py",
+        "e2e/apis/test_langchain.py",
+        "e2e/apis/test_litellm.py",
+        "e2e/cluster",
+        "e2e/engines",
+        "e2e/features",
         "kernels",
         "scoreboard",
         "ui",
+        "unit/runtime/tiers/test_tiers_redis.py",
     )
 )
 

@@ -157,6 +157,7 @@ def check_same(found: list[Answer], expected: list[Answer]) -> int:
     return num_parted
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(("name", "tensor", "pipeline"), GROUPS)
 def test_ranks_generate_what_one_process_generates(
     name: str, tensor: int, pipeline: int, forks: Forks
@@ -190,6 +191,7 @@ def test_ranks_of_the_default_model(default_model: Path, forks: Forks) -> None:
         print(f"-tp {tensor} -pp {pipeline}: {num_parted} of {len(found)} part at a near tie")
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)])
 def test_a_rank_of_another_machine_computes_the_same(
     tensor: int, pipeline: int, forks: Forks, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -289,6 +291,7 @@ def caches(config: ModelConfig) -> tuple[PagedCache, ...]:
     return CacheGroups(config, CONFIG, CPU, torch.float32).caches
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_rank_ends_the_group(fault: signal.Signals, forks: Forks) -> None:
     with ranks("gpt2", 2, 1, forks) as runner:
@@ -326,6 +329,7 @@ def test_what_cannot_be_cut_is_refused(name: str, tensor: int, pipeline: int, me
         build_runner(model(name), config)
 
 
+@pytest.mark.integration
 def test_a_shard_that_cannot_load_says_why(forks: Forks, tmp_path: Path) -> None:
     source = replace(model("gpt2"), path=tmp_path / "gone")
     with (
