@@ -8,7 +8,7 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
-LEVELS := scoreboard ui e2e parity security native property unit
+LEVELS := e2e parity security native property unit
 QUICK := tests/unit tests/property $(addprefix tests/parity/,native/test_native_models.py models/test_ir_models.py native/test_quants.py)
 SLOW := slow or gpu or network or vllm or clients
 CODE := engine engine_tools tests benchmarks examples
@@ -19,7 +19,7 @@ step = @printf '\n==> %s\n' "$(1)"
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help serve programs browser test test-quick scoreboard test-slow test-gpu test-native test-emulated test-vllm test-vllm-suite test-llamacpp-suite test-clients manifests nightly lint format bench wheel lock sbom clean
+.PHONY: help serve programs browser test test-integration test-quick scoreboard test-slow test-gpu test-native test-emulated test-vllm test-vllm-suite test-llamacpp-suite test-clients manifests nightly lint format bench wheel lock sbom clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,19 +30,29 @@ serve: $(VENV)/.serve ## Fetch the default model and serve it (MODEL=name ARGS="
 	$(call step,Serving $(MODEL))
 	@exec $(BIN)/engine serve $(MODEL) $(ARGS)
 
-# Both processes take files of the same list, so the long ones come first. What failed is run once more, alone.
-test: $(VENV)/.dev browser ## Run every test but the long ones
-	$(call step,Fetching the model that tests use)
-	@$(BIN)/engine pull $(MODEL)
+# $(call tested,"OPTIONS" ...): a run of pytest in two processes for each. What failed is run once more, alone.
+define tested
 	@failed=; again=; \
-	run() { printf '\n==> %s\n' "$$*"; \
-		$(PYTEST) -n 2 "$$@" && return; \
+	for options in $(1); do \
+		printf '\n==> %s\n' "$$options"; \
+		$(PYTEST) -n 2 $$options && continue; \
 		printf '\n==> what failed, once more and alone\n'; \
-		$(PYTEST) -n 0 -v --last-failed --last-failed-no-failures none "$$@" && again=yes || failed=yes; }; \
-	run --dist loadfile --no-loadscope-reorder $(LEVELS:%=tests/%); \
-	run tests/kernels; \
+		$(PYTEST) -n 0 -v --last-failed --last-failed-no-failures none $$options && again=yes || failed=yes; done; \
 	if [ -n "$$again" ]; then printf '\npassed only when run alone, so look for a race: see above\n'; fi; \
 	if [ -n "$$failed" ]; then printf '\nfailed: see above\n'; exit 1; fi
+endef
+
+# Both processes take files of the same list, so the long ones come first.
+BY_FILE := --dist loadfile --no-loadscope-reorder
+test: $(VENV)/.dev programs ## Run every test but those of make test-integration and the long ones
+	$(call step,Fetching the model that tests use)
+	@$(BIN)/engine pull $(MODEL)
+	$(call tested,"--integration without $(BY_FILE) $(LEVELS:%=tests/%)")
+
+# Triton must be in interpreter mode when the kernels are defined, so they have a run of their own.
+test-integration: $(VENV)/.dev browser ## Run what needs other programs: Chromium, Redis, Triton's interpreter, scoreboard
+	@$(BIN)/engine pull $(MODEL)
+	$(call tested,"--integration only $(BY_FILE) tests/scoreboard tests/ui $(LEVELS:%=tests/%)" "tests/kernels")
 
 test-quick: $(VENV)/.dev ## Run the quickest tests, for the time between two edits
 	@$(PYTEST) -n 2 --dist loadfile -m 'not ($(SLOW) or seconds)' $(QUICK)

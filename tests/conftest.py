@@ -3,6 +3,7 @@ it.
 """
 
 import gc
+import logging
 import os
 import sys
 import tempfile
@@ -14,6 +15,7 @@ import httpx._transports.default as httpx_transports
 import pytest
 
 from engine.core.store.pull import pull
+from tests.support.servers.lazy_routes import make_routes_lazy
 from tests.support.servers.served import ServedEngine, serve
 
 # Read when PyTorch is first imported: spinning threads starve other processes on the same cores.
@@ -24,6 +26,9 @@ os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
 # A new client reads all certificates that the system trusts: 60 ms, and tests make thousands.
 httpx_transports.create_ssl_context = cache(httpx_transports.create_ssl_context)
+make_routes_lazy()
+# As a server sets it, whichever tests ran before: tests count the lines that a request logs.
+logging.getLogger("httpx").setLevel(logging.WARNING)
 # Servers store their data here by default, and not in the data folder of the user who runs the
 # tests.
 DATA_HOME = tempfile.TemporaryDirectory(prefix="engine-tests-", ignore_cleanup_errors=True)
@@ -34,6 +39,61 @@ os.environ["XDG_DATA_HOME"] = DATA_HOME.name
 gc.disable()
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
+
+# Files and folders of `make test-integration`: they need programs of other projects, or minutes.
+# Single tests of other files have the mark `integration`.
+HERE = Path(__file__).parent
+INTEGRATION = frozenset(
+    HERE / path
+    for path in (
+        "e2e/apis/test_anthropic_client.py",
+        "e2e/apis/test_conformance.py",
+        "e2e/apis/test_langchain.py",
+        "e2e/apis/test_litellm.py",
+        "e2e/cluster",
+        "e2e/engines",
+        "e2e/features",
+        "kernels",
+        "scoreboard",
+        "ui",
+        "unit/runtime/tiers/test_tiers_redis.py",
+    )
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--integration",
+        choices=("with", "without", "only"),
+        default="with",
+        help="whether to run the tests of `make test-integration`",
+    )
+
+
+def is_integration(path: Path) -> bool:
+    return not INTEGRATION.isdisjoint((path, *path.parents))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files without a test that is to be run are not imported."""
+    choice = config.option.integration
+    if choice == "with" or collection_path.suffix != ".py":
+        return None
+    if is_integration(collection_path):
+        return choice == "without" or None
+    return (choice == "only" and "mark.integration" not in collection_path.read_text()) or None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.option.integration == "with":
+        return
+    wanted = config.option.integration == "only"
+    split: dict[bool, list[pytest.Item]] = {True: [], False: []}
+    for item in items:
+        marked = item.get_closest_marker("integration") is not None
+        split[marked or is_integration(item.path)].append(item)
+    items[:] = split[wanted]
+    config.hook.pytest_deselected(items=split[not wanted])
 
 
 def pytest_collection_finish() -> None:

@@ -143,13 +143,13 @@ def build_loop(
     grammars = grammars or Grammars(functools.partial(_vocabulary, options))
     adapters = None
     if options.max_adapters and source is not None and isinstance(runner, AdapterRunner):
-        adapters = functools.partial(_adapter_places, runner, options, source)
+        adapters = functools.partial(_adapter_slots, runner, options, source)
     return EngineLoop(
         scheduler, runner, channel, budget, options.max_queued, pulse, grammars, images, adapters
     )
 
 
-def _adapter_places(*arguments: Any) -> "AdapterSlots":
+def _adapter_slots(*arguments: Any) -> "AdapterSlots":
     from engine.worker.adapter_slots import adapter_slots  # few engines have adapters
 
     return adapter_slots(*arguments)

@@ -362,12 +362,18 @@ HYBRIDS: "dict[str, Callable[..., PreTrainedModel]]" = {
 ALL = MODELS | MORE | HYBRIDS
 
 
-def quick_first(names: Sequence[str], without: Sequence[str] = ()) -> list[Any]:
-    """Parameters of a test: the names, then all other models with the mark `slow`, but none of
-    `without`.
+def quick_first(
+    names: Sequence[str], without: Sequence[str] = (), later: Sequence[str] = ()
+) -> list[Any]:
+    """Parameters of a test: the names, those of `later` for `make test-integration`, then all other
+    models with the mark `slow`, but none of `without`.
     """
-    others = (name for name in ALL if name not in (*names, *without))
-    return [*names, *(pytest.param(name, marks=pytest.mark.slow) for name in others)]
+    others = (name for name in ALL if name not in (*names, *later, *without))
+    return [
+        *names,
+        *(pytest.param(name, marks=pytest.mark.integration) for name in later),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in others),
+    ]
 
 
 def make(name: str, **changes: Any) -> "PreTrainedModel":

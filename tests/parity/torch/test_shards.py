@@ -157,6 +157,7 @@ def check_same(found: list[Answer], expected: list[Answer]) -> int:
     return num_parted
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(("name", "tensor", "pipeline"), GROUPS)
 def test_ranks_generate_the_same_ids_as_one_process(
     name: str, tensor: int, pipeline: int, forks: Forks
@@ -190,6 +191,7 @@ def test_sharding_the_default_model_gives_the_same_ids(default_model: Path, fork
         print(f"-tp {tensor} -pp {pipeline}: {num_parted} of {len(found)} part at a near tie")
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)])
 def test_a_rank_that_joins_over_tcp_computes_the_same(
     tensor: int, pipeline: int, forks: Forks, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -289,6 +291,7 @@ def caches(config: ModelConfig) -> tuple[PagedCache, ...]:
     return CacheGroups(config, CONFIG, CPU, torch.float32).caches
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 def test_losing_a_rank_ends_all_ranks(fault: signal.Signals, forks: Forks) -> None:
     with ranks("gpt2", 2, 1, forks) as runner:
@@ -328,6 +331,7 @@ def test_models_that_cannot_be_sharded_are_refused(
         build_runner(model(name), config)
 
 
+@pytest.mark.integration
 def test_a_rank_that_cannot_load_reports_the_reason(forks: Forks, tmp_path: Path) -> None:
     source = replace(model("gpt2"), path=tmp_path / "gone")
     with (
