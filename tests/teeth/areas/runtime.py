@@ -319,9 +319,9 @@ MUTATIONS = [
     ),
     Mutation(
         "speculation: any draft is accepted",
-        "engine.runtime.scheduler",
-        "draft[count] == sampled[count]",
-        "True",
+        "engine.runtime.sequence",
+        "if a != b), len(self.draft))",
+        "if False), len(self.draft))",
         f"{SPECULATION}::test_wrong_drafts_soon_stop",
     ),
     Mutation(
