@@ -21,12 +21,7 @@ from engine.runtime.outputs import nonfinite, refusal, token_delta, vector_delta
 from engine.runtime.queue import NewTenantReserve, Passing, prefill_shares, tenants_due
 from engine.runtime.radix_cache import Match
 from engine.runtime.samplers.prompt_logprobs import has_scored_enough, num_scorable
-from engine.runtime.sequence import (
-    Row,
-    ScheduledBatch,
-    Sequence,
-    SequenceFaultError,
-)
+from engine.runtime.sequence import Row, ScheduledBatch, Sequence, SequenceFaultError
 from engine.runtime.sequence_table import Demand, SequenceTable
 
 log = logging.getLogger(__name__)
@@ -65,8 +60,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        table = self.table
-        if table.running or len(table.waiting):
+        if self.table.running or self.table.num_waiting:
             return True
         return any(each.has_work for each in self.extensions)
 
@@ -150,7 +144,7 @@ class Scheduler:
         budget, kept = self._newcomers.room(
             budget, table.waiting.tenants() if table.free_slots else (), running
         )
-        is_crowded = self._is_crowded(budget)
+        is_crowded = table.is_crowded(budget)
         due = tenants_due(running, budget - kept)
         if is_crowded:
             kept = max(kept, (budget - len(running) - sum(due.values())) // 2)
@@ -227,20 +221,11 @@ class Scheduler:
         sequence has ended, has advanced or was preempted meanwhile.
         """
         seq = row.seq
-        if seq.life != row.life:
-            return None
         length = row.length - len(row.draft)
-        if seq.num_computed != row.start or row.start + length > len(seq.tokens):
+        is_where_it_was = seq.life == row.life and seq.num_computed == row.start
+        if not is_where_it_was or row.start + length > len(seq.tokens):
             return None
         return self._grant(seq, length)
-
-    def _is_crowded(self, budget: int) -> bool:
-        """Whether prompts in progress could use up the whole budget, so that none of it would be
-        left for waiting sequences.
-        """
-        if not self.table.free_slots or not len(self.table.waiting):
-            return False
-        return sum(seq.num_uncomputed for seq in self.table.running) >= budget
 
     def _top_up(self, rows: list[Row], budget: int) -> None:
         """Make the rows of prompts in progress longer, with what was kept for waiting sequences and
@@ -319,7 +304,7 @@ class Scheduler:
                 return
             if seq.num_sampling > 0 or table.inflight.is_held(seq):
                 continue
-            if not self._may_have_slot(seq):
+            if not table.may_have_slot(seq):
                 self._block("slots")
                 if not passing.may_pass(seq):
                     return
@@ -375,15 +360,6 @@ class Scheduler:
         for each in self.extensions:
             each.blocked(lack)
 
-    def _may_have_slot(self, seq: Sequence) -> bool:
-        """Whether a sequence may have one of the free slots. The last one is for a tenant without
-        running sequences, unless all requests are of one tenant.
-        """
-        table = self.table
-        if len(table.free_slots) > 1 or table.max_slots == 1 or not seq.tenant:
-            return True
-        return all(each.tenant != seq.tenant for each in table.running)
-
     def _room(self, rows: list[Row]) -> int:
         """How many tokens one more row can have at most, whatever the budget is."""
         left = self._max_step_tokens - sum(row.length for row in rows)
@@ -400,9 +376,7 @@ class Scheduler:
         return seq.starts_over or any(each.starts_over(seq) for each in self.kv.extensions)
 
     def _admit(self, seq: Sequence, match: Match, num_tokens: int) -> bool:
-        reserve = len(seq.tokens)
-        if seq.is_pinned:
-            reserve = max(reserve, seq.max_len)
+        reserve = max(len(seq.tokens), seq.max_len if seq.is_pinned else 0)
         try:
             is_admitted = self.kv.admit(seq, match, self.table.num_running, reserve, num_tokens)
         except Exception as error:
@@ -483,9 +457,7 @@ class Scheduler:
         """
         seq, draft = row.seq, row.draft
         sampled = output.tokens[sample_row : sample_row + row.length].tolist()
-        count = 0
-        while is_finite and count < len(draft) and draft[count] == sampled[count]:
-            count += 1
+        count = row.num_right(sampled) if is_finite else 0
         for each in self.extensions:
             each.verified(row, count, is_finite)
         num_taken = count + 1 if is_finite else 0

@@ -13,12 +13,15 @@ import msgspec
 
 from engine.core.interfaces.request import FinishReason, SamplingParams
 from engine.runtime.extension import Extension
-from engine.runtime.samplers.repetition import TokenRules
+from engine.runtime.model_runner import U32
+from engine.runtime.samplers.repetition import Breakers
 
 # After this many preemptions, a sequence is admitted only with all blocks that it can ever need.
 MAX_PREEMPTIONS = 4
 
 if TYPE_CHECKING:
+    from engine.runtime.requests.grammar import Constraint
+
     Tokens = array[int]
 else:
     Tokens = array  # `array` takes no type parameter before Python 3.12
@@ -27,6 +30,18 @@ else:
 def packed(token_ids: Iterable[int] = ()) -> Tokens:
     """Token ids as an int32 array. Raises OverflowError if an id does not fit 32 bits."""
     return array("i", token_ids)
+
+
+@dataclass(slots=True)
+class TokenRules:
+    """What decides the tokens of a sequence beside its sampling parameters."""
+
+    constraint: "Constraint | None" = None  # the grammar that the output follows
+    allowed: U32 | None = None  # the mask of `SamplingParams.allowed_token_ids`
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    dry_breakers: Breakers = field(default_factory=dict)
+    # Mirostat's limit for the surprise of the next token, after each generated token
+    surprise_limits: list[float] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -186,6 +201,11 @@ class Row(NamedTuple):
             self._replace(length=self.length - len(self.draft) + count, draft=self.draft[:count])
             for count in range(len(self.draft) + 1)
         )
+
+    def num_right(self, sampled: list[int]) -> int:
+        """How many tokens of the draft are those that were sampled, up to the first that is not."""
+        pairs = zip(self.draft, sampled, strict=False)
+        return next((n for n, (a, b) in enumerate(pairs) if a != b), len(self.draft))
 
 
 class ScheduledBatch(msgspec.Struct, frozen=True):

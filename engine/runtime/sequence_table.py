@@ -79,6 +79,22 @@ class SequenceTable:
             self._resumed = [seq for seq in self._resumed if seq.must_catch_up]
         return bool(self._resumed)
 
+    def is_crowded(self, budget: int) -> bool:
+        """Whether prompts in progress could use up the whole budget, so that none of it would be
+        left for waiting sequences.
+        """
+        if not self.free_slots or not len(self.waiting):
+            return False
+        return sum(seq.num_uncomputed for seq in self.running) >= budget
+
+    def may_have_slot(self, seq: Sequence) -> bool:
+        """Whether a sequence may have one of the free slots. The last one is for a tenant without
+        running sequences, unless all requests are of one tenant.
+        """
+        if len(self.free_slots) > 1 or self.max_slots == 1 or not seq.tenant:
+            return True
+        return all(each.tenant != seq.tenant for each in self.running)
+
     def sequences(self) -> Iterator[Sequence]:
         yield from self.running
         yield from self.waiting

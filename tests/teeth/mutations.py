@@ -51,8 +51,8 @@ INVARIANTS = [
     runtime(
         "INV-05 release is not idempotent",
         "kv_cache",
-        "        seq.blocks = []\n        if self.windows is not None:\n",
-        "        if self.windows is not None:\n",
+        "        seq.blocks = []\n        for each in self.groups:\n",
+        "        for each in self.groups:\n",
     ),
     runtime(
         "INV-06 a block is mentioned twice",
@@ -157,7 +157,7 @@ INVARIANTS = [
     runtime(
         "INV-19 over the budget",
         "scheduler",
-        "min(len(seq.tokens) - start, max_tokens))",
+        "min(len(seq.tokens) - start, budget))",
         "len(seq.tokens) - start)",
     ),
     runtime(
@@ -170,7 +170,7 @@ INVARIANTS = [
     runtime(
         "INV-20 INV-21 held for ever",
         "queue",
-        "        seq.held_by = None\n        return False\n",
+        "        seq.queue.held_by = None\n        return False\n",
         "        return owner is not None\n",
     ),
     runtime(
@@ -182,7 +182,7 @@ INVARIANTS = [
     runtime(
         "INV-23 never pinned",
         "sequence",
-        "        return self.num_preemptions >= MAX_PREEMPTIONS\n",
+        "        return self.queue.num_preemptions >= MAX_PREEMPTIONS\n",
         "        return False\n",
         f"{SCHEDULER_TESTS}::test_after_max_preemptions_a_sequence_gets_all_blocks_it_can_need",
     ),
@@ -194,16 +194,16 @@ INVARIANTS = [
     ),
     runtime(
         "INV-25 a repeated step forgets the history of its rows",
-        "sequence_table",
-        "            seq.needs_history = True\n\n    def check",
-        "\n    def check",
+        "batch",
+        "        self._has_history = [False] * len(self._has_history)\n",
+        "",
         SCHEDULES,
     ),
     runtime(
         "INV-25 a rollback keeps what was not confirmed",
-        "sequence_table",
-        "            seq.num_computed = seq.num_confirmed\n            seq.needs",
-        "            seq.needs",
+        "scheduler",
+        "            seq.num_sampling = 0\n            seq.num_computed = seq.num_confirmed\n",
+        "            seq.num_sampling = 0\n",
     ),
     runtime(
         "INV-27 two endings",
@@ -303,15 +303,15 @@ GUARDS = [
     runtime(
         "FLT-10 who can not begin waits for ever",
         "requests.admission",
-        "if not is_over and any(seq.started_at is not None for seq in group):",
-        "if not is_over:",
+        "if not entry.is_end and any(seq.has_started for seq in entry.choices):",
+        "if not entry.is_end:",
         f"{SCHEDULER_TESTS}::test_queue_timeout_refuses_waiting_requests_and_not_started_ones",
     ),
     runtime(
         "FLT-10 a request's choices time out behind each other",
         "requests.admission",
-        "any(seq.started_at is not None for seq in group)",
-        "group[-1].started_at is not None",
+        "any(seq.has_started for seq in entry.choices)",
+        "entry.choices[-1].has_started",
         f"{SCHEDULER_TESTS}::test_a_request_has_started_with_its_first_choice",
     ),
     Mutation(

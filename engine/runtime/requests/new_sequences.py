@@ -16,12 +16,11 @@ from engine.runtime.requests.images import PlacedImage, PromptImages
 from engine.runtime.samplers.prompt_logprobs import PromptScores
 from engine.runtime.samplers.repetition import (
     Breakers,
-    TokenRules,
     allowed_mask,
     by_first_token,
 )
 from engine.runtime.scheduler import Scheduler
-from engine.runtime.sequence import QueueEntry, Sequence, Tokens, packed
+from engine.runtime.sequence import QueueEntry, Sequence, TokenRules, Tokens, packed
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

@@ -4,7 +4,6 @@ of single tokens in each step, so every device sampler supports them.
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,7 +11,6 @@ import numpy as np
 from engine.runtime.model_runner import ALL_ALLOWED, F32, I32, U32
 
 if TYPE_CHECKING:
-    from engine.runtime.requests.grammar import Constraint
     from engine.runtime.sequence import Row
 
 Breakers = dict[int, list[tuple[int, ...]]]  # the first token of a breaker -> its other tokens
@@ -24,32 +22,17 @@ MAX_PENALTY = 1e38  # so that a penalized logit stays finite in float32
 NEGATIVE_INFINITY = float("-inf")
 
 
-@dataclass(slots=True)
-class TokenRules:
-    """What decides the tokens of a sequence beside its sampling parameters."""
-
-    constraint: "Constraint | None" = None  # the grammar that the output follows
-    allowed: U32 | None = None  # the mask of `SamplingParams.allowed_token_ids`
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    dry_breakers: Breakers = field(default_factory=dict)
-    # Mirostat's limit for the surprise of the next token, after each generated token
-    surprise_limits: list[float] = field(default_factory=list)
-
-
-NO_RULES = TokenRules()
-
-
 def logit_biases(rows: "Iterable[tuple[int, Row]]") -> tuple[I32, I32, F32]:
     """The logit biases of these rows as three arrays: row index, token id, value. Stop tokens have
     the bias -inf until the sequence has generated `min_tokens` tokens.
     """
     entries: list[tuple[int, int, float]] = []
     for index, row in rows:
-        seq, params, rules = row.seq, row.seq.params, row.seq.rules or NO_RULES
+        seq, params, rules = row.seq, row.seq.params, row.seq.rules
         entries.extend((index, token, bias) for token, bias in params.logit_bias.items())
         if row.start + row.length - seq.num_prompt < params.min_tokens:
             entries.extend((index, token, NEGATIVE_INFINITY) for token in seq.stop_ids)
-        if rules.bad_words:
+        if rules is not None and rules.bad_words:
             banned = banned_by_words(seq.tokens, seq.num_prompt, rules.bad_words)
             entries.extend((index, token, NEGATIVE_INFINITY) for token in banned)
         if params.dry_multiplier > 0:
@@ -57,7 +40,7 @@ def logit_biases(rows: "Iterable[tuple[int, Row]]") -> tuple[I32, I32, F32]:
             tokens = seq.tokens if window < 0 else seq.tokens[max(0, len(seq.tokens) - window) :]
             lost = dry_penalties(
                 np.array(tokens, np.int32),
-                rules.dry_breakers,
+                {} if rules is None else rules.dry_breakers,
                 params.dry_multiplier,
                 params.dry_base,
                 params.dry_allowed_length,

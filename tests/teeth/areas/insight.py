@@ -10,8 +10,8 @@ MUTATIONS = [
     Mutation(
         "insight: a lack of blocks looks like a lack of budget",
         "engine.runtime.scheduler",
-        "                self.clock.block(BLOCKS)\n",
-        "                self.clock.block(BUDGET)\n",
+        '                self._block("blocks")\n',
+        '                self._block("budget")\n',
         f"{NAMED}[blocks]",
     ),
     Mutation(

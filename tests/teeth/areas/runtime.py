@@ -17,14 +17,14 @@ RESUMED = "tests/unit/runtime/test_resumed_sequences.py"
 MUTATIONS = [
     Mutation(
         "runtime: named stop ids are lost beside ends of text",
-        "engine.runtime.requests.admission",
+        "engine.runtime.requests.new_sequences",
         "stop_ids=frozenset((*params.stop_token_ids, *ends)),\n",
         "stop_ids=frozenset(ends),\n",
         f"{INTAKE_TESTS}::test_every_field_of_a_request_reaches_its_sequences",
     ),
     Mutation(
         "runtime: a request's tenant is its salt",
-        "engine.runtime.requests.admission",
+        "engine.runtime.requests.new_sequences",
         "            tenant=request.tenant,\n",
         "            tenant=request.salt,\n",
         f"{INTAKE_TESTS}::test_every_field_of_a_request_reaches_its_sequences",
@@ -53,15 +53,15 @@ MUTATIONS = [
     Mutation(
         "runtime: a queue timeout ends who has begun at its deadline alone",
         "engine.runtime.requests.admission",
-        "        for when in ready.deadlines(now):\n",
-        "        for when in ready.deadlines(now)[:1]:\n",
+        "            if when is not None:\n                entry = Deadline(",
+        "            if when is not None and is_end:\n                entry = Deadline(",
         f"{INTAKE_TESTS}::test_deadlines_and_queue_timeouts_expire_exactly",
     ),
     Mutation(
         "runtime: every choice scores the prompt",
-        "engine.runtime.requests.admission",
-        "params.score_prompt and is_first and",
-        "params.score_prompt and",
+        "engine.runtime.requests.new_sequences",
+        "seq.params.score_prompt and seq.choice == 0 and",
+        "seq.params.score_prompt and",
         f"{INTAKE_TESTS}::test_every_field_of_a_request_reaches_its_sequences",
     ),
     Mutation(
@@ -74,29 +74,29 @@ MUTATIONS = [
     Mutation(
         "runtime: requests that compile do not count in the queue",
         "engine.runtime.requests.admission",
-        "num_taken = self._scheduler.num_waiting + self.num_pending",
-        "num_taken = self._scheduler.num_waiting",
+        "num_taken = self._scheduler.table.num_waiting + self.num_pending",
+        "num_taken = self._scheduler.table.num_waiting",
         f"{INTAKE_TESTS}::test_the_queue_is_bounded_and_counts_requests_whose_grammar_compiles",
     ),
     Mutation(
         "runtime: who is preempted while scored is scored twice",
-        "engine.runtime.scheduler",
-        "            seq.prompt_scores.clear()",
+        "engine.runtime.samplers.prompt_logprobs",
+        "            self.of[seq].clear()",
         "            pass",
         f"{SCORE_TESTS}::test_a_sequence_preempted_while_scored_is_scored_again",
     ),
     Mutation(
         "runtime: scored rows are counted from the row behind them",
         "engine.runtime.scheduler",
-        "self._add_scores(row, output, sample_row - num_scored)",
-        "self._add_scores(row, output, sample_row - num_scored + 1)",
+        "each.scored(row, output, sample_row - num_scored)",
+        "each.scored(row, output, sample_row - num_scored + 1)",
         f"{SCORE_TESTS}::test_prompt_logprobs_equal_the_oracle_for_every_chunking",
     ),
     Mutation(
         "runtime: a scored prompt is taken from the cache",
         "engine.runtime.scheduler",
-        "        return seq.starts_over or (self.kv.windows is not None and seq.is_pinned)\n",
-        "        return self.kv.windows is not None and seq.is_pinned\n",
+        "        return seq.starts_over or any(",
+        "        return any(",
         f"{SCORE_TESTS}::test_one_choice_is_scored_without_using_the_prefix_cache",
     ),
     Mutation(
@@ -109,8 +109,8 @@ MUTATIONS = [
     Mutation(
         "runtime: blocks are freed before their step has finished",
         "engine.runtime.groups.windows",
-        "first = min(self._first(seq.num_confirmed), len(table))",
-        "first = min(self._first(seq.num_computed), len(table))",
+        "first = min(self._first(seq.num_confirmed), len(blocks))",
+        "first = min(self._first(seq.num_computed), len(blocks))",
         f"{WINDOW_TESTS}::test_a_failed_step_is_repeated_with_its_window",
     ),
     Mutation(
@@ -136,9 +136,9 @@ MUTATIONS = [
     ),
     Mutation(
         "runtime: a pinned sequence shares windowed blocks",
-        "engine.runtime.scheduler",
-        "        return seq.starts_over or (self.kv.windows is not None and seq.is_pinned)\n",
-        "        return seq.starts_over\n",
+        "engine.runtime.groups.windows",
+        "        return seq.is_pinned\n",
+        "        return False\n",
         f"{WINDOW_TESTS}::test_a_pinned_sequence_has_its_own_windowed_blocks",
     ),
     Mutation(
@@ -285,8 +285,8 @@ MUTATIONS = [
     Mutation(
         "runtime: rows pass the place of a checkpoint",
         "engine.runtime.kv_cache",
-        "        return count if self.states is None else self.states.cut(seq, start, count)\n",
-        "        return count\n",
+        "            count = each.row_length(seq, start, count, count)\n",
+        "            pass\n",
         "tests/unit/runtime/test_states.py::test_a_second_request_resumes_from_a_state_checkpoint",
     ),
     Mutation(
@@ -312,16 +312,16 @@ MUTATIONS = [
     ),
     Mutation(
         "speculation: rejected tokens stay computed",
-        DRAFTS,
+        "engine.runtime.scheduler",
         "            seq.num_computed -= row.length - num_taken\n",
         "            pass\n",
         f"{SPECULATION}::test_wrong_drafts_are_soon_not_tried",
     ),
     Mutation(
         "speculation: any draft is accepted",
-        DRAFTS,
-        "draft[count] == sampled[count]",
-        "True",
+        "engine.runtime.sequence",
+        "if a != b), len(self.draft))",
+        "if False), len(self.draft))",
         f"{SPECULATION}::test_wrong_drafts_are_soon_not_tried",
     ),
     Mutation(
@@ -354,8 +354,8 @@ MUTATIONS = [
     ),
     Mutation(
         "speculation: the draft model holds sequences that have ended",
-        "engine.runtime.sequence_table",
-        "            self.speculation.end(seq)\n",
+        "engine.runtime.speculation.drafts",
+        "            self.model.end(seq)\n",
         "            pass\n",
         f"{DRAFT_MODEL}::test_all_draft_model_slots_are_released",
     ),
@@ -369,8 +369,8 @@ MUTATIONS = [
     Mutation(
         "speculation: penalties do not count the draft",
         "engine.runtime.batch",
-        "(row.seq.needs_history or row.draft)",
-        "row.seq.needs_history",
+        "(row.draft or not known[row.slot])",
+        "not known[row.slot]",
         "tests/parity/native/test_native_loop.py::test_speculation_changes_no_bit_of_a_logprob[llama]",
     ),
     Mutation(
@@ -383,15 +383,15 @@ MUTATIONS = [
     Mutation(
         "runtime: requests of a dead engine catch up token by token",
         "engine.runtime.loop",
-        "if scheduler.is_catching_up:",
+        "if table.is_catching_up:",
         "if False:",
         f"{RESUMED}::test_all_requests_of_a_dead_engine_are_recomputed_together",
     ),
     Mutation(
         "runtime: after a revival, prompts are never computed beside decode again",
         "engine.runtime.sequence",
-        "and self.num_generated == self.num_resumed",
-        "and self.num_resumed > 0",
+        "and self.num_generated == self.queue.num_resumed",
+        "and self.queue.num_resumed > 0",
         f"{RESUMED}::test_new_requests_after_a_restart_are_prefilled_beside_decode",
     ),
 ]

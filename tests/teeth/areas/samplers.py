@@ -14,14 +14,14 @@ MUTATIONS = [
     Mutation(
         "samplers: Mirostat learns twice from a step that is run again",
         CHAIN,
-        "seq.surprise_limits[num_generated:] = [mu]",
-        "seq.surprise_limits.append(mu)",
+        "seq.rules.surprise_limits[num_generated:] = [mu]",
+        "seq.rules.surprise_limits.append(mu)",
         ALONE,
     ),
     Mutation(
         "samplers: Mirostat forgets what it has learned",
         CHAIN,
-        "mu = seq.surprise_limits[num_generated - 1]",
+        "mu = seq.rules.surprise_limits[num_generated - 1]",
         "pass",
         CONFORMS,
     ),

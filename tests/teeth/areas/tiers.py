@@ -102,9 +102,9 @@ MUTATIONS = [
     ),
     Mutation(
         "tiers: tiers that are given up keep their threads",
-        "engine.runtime.kv_cache",
-        "                self.tiers.close(gives_up=True)\n",
-        "",
+        "engine.runtime.tiers.kv_tiers",
+        "            self._end_all(gives_up=True)\n",
+        "            pass\n",
         f"{ENGINE_TESTS}::test_disabled_tiers_have_no_threads",
     ),
 ]

@@ -43,7 +43,6 @@ ENDED_BY = {
     "routing.nodes.agent.NodeAgent._stay": "the watch of the connection, after three seconds",
     "routing.nodes.dial._ask": "the timeout of the greeting, in `_open`",
     "routing.ray_nodes.actors.NodeProcess._run": "the node, which watches its own engine",
-    "servers.fine_tuning.runner.JobRunner._is_ours": "nobody waits: a lock that is taken is False",
 }
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from engine.core.errors import InvalidRequestError, RateLimitError
 from engine.core.interfaces.request import AdapterRef, GenerateRequest, SamplingParams
+from engine.runtime.groups.adapter_slots import AdapterSlots
 from engine.runtime.insight.request_timing import RequestTimings
 from engine.runtime.requests.admission import RequestAdmission
 from tests.support.toy_engine.engine import ToyEngine
@@ -193,11 +194,13 @@ def test_an_adapter_that_does_not_fit_on_the_device_ends_only_its_request():
             raise found
         return found
 
-    bench.admission.adapters = SimpleNamespace(begin_pass=lambda: None, place=place)
+    slots = AdapterSlots(SimpleNamespace(), open, 2, 1)
+    slots.place = place
+    bench.admission.adapters = slots
     for name in places:
         refused = bench.submit(asking(name, adapter=AdapterRef(name, f"/x/{name}")))
         assert codes(refused) == ([("first", 0, "INFERENCE_ERROR")] if name == "first" else [])
-    assert [(seq.request_id, seq.adapter) for seq in bench.waiting()] == [("second", 2)]
+    assert [(seq.request_id, slots.used[seq]) for seq in bench.waiting()] == [("second", 2)]
     assert bench.admission.num_pending == 0
 
 
@@ -267,10 +270,10 @@ def test_queue_time_counts_only_waiting_for_admission():
 def test_loading_blocks_does_not_count_as_queue_time():
     bench = Bench()
     bench.submit(asking(queue_timeout_s=10.0), now=100.0)
-    (seq,) = bench.waiting()
-    seq.load = object()
+    reading = set(bench.waiting())
+    bench.scheduler.kv.is_reading = reading.__contains__
     assert bench.admission.expire(112.0) == []
-    seq.load = None
+    reading.clear()
     (delta,) = bench.admission.expire(113.5)
     assert delta.error_code == "RATE_LIMIT_EXCEEDED"
 

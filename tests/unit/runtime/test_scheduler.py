@@ -187,7 +187,8 @@ def test_a_sequence_is_preempted_at_most_max_preemptions_times():
     worst = 0
     for _ in range(3000):
         engine.turn()
-        worst = max([worst, *(s.num_preemptions for s in engine.scheduler.table.sequences())])
+        live = engine.scheduler.table.sequences()
+        worst = max([worst, *(seq.queue.num_preemptions for seq in live)])
         if all(outcome.finish_reason for outcome in engine.outcomes.values()):
             break
     engine.check()

@@ -49,9 +49,9 @@ MUTATIONS = [
     ),
     Mutation(
         "progress is told at the end only",
-        "engine.runtime.scheduler",
-        "if seq.reports_progress and not samples:",
-        "if False:",
+        "engine.runtime.outputs",
+        "        if samples or seq not in self._reporting:\n",
+        "        if True:\n",
         f"{_TESTS}::test_the_engine_reports_progress_and_can_skip_its_cache",
     ),
     Mutation(

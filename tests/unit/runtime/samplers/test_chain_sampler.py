@@ -22,14 +22,13 @@ from engine.runtime.samplers.chain import (
 )
 from engine.runtime.samplers.host_sampler import HostSampler
 from engine.runtime.samplers.repetition import (
-    TokenRules,
     allowed_mask,
     banned_by_words,
     by_first_token,
     dry_penalties,
     logit_biases,
 )
-from engine.runtime.sequence import Row, ScheduledBatch, Sequence, packed
+from engine.runtime.sequence import Row, ScheduledBatch, Sequence, TokenRules, packed
 from tests.parity.runner_driver import sampling_inputs
 from tests.support.references.sampler_reference import Reference
 

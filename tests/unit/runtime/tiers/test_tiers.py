@@ -267,7 +267,8 @@ def test_a_sequence_continues_if_the_one_loading_its_blocks_is_aborted(tmp_path)
         second.submit(name, PROMPT, max_tokens=6)
     second.turn()
     job = mover._reads[0]
-    assert {each.load for each in second.scheduler.table.sequences()} == {job}
+    loading = second.kv.find(KVTiers)._of
+    assert {loading[each].job for each in second.scheduler.table.sequences()} == {job}
     del mover.read
     while not job.ready:
         mover.read_some(job)  # blocks arrive, and then the request that asked for them ends

@@ -80,7 +80,7 @@ def test_kernels_are_timed_only_while_a_live_view_is_open() -> None:
     engine = ToyEngine()
     switched: list[bool] = []
     timer: Any = SimpleNamespace(time_kernels=switched.append, kernel_seconds=lambda: {"mlp": 0.1})
-    taker = SnapshotTaker(engine.scheduler, timer, 4)
+    taker = SnapshotTaker(engine.scheduler, engine.loop._timings, timer, 4)
     taker.expire(10.0)
     assert switched == []
     assert taker.take(10.0).kernels[0].name == "mlp"
