@@ -145,25 +145,25 @@ class Services:
         """Admit the request, or raise without waiting. The caller must close the returned
         ticket.
         """
-        principal = principal_of(request)
-        if not self.backend.is_ready:
-            # The detail may name models that a limited key may not know of.
-            why = (
-                f": {self.backend.health().detail.rstrip('.')}" if principal.models is None else ""
-            )
-            raise UnavailableError(f"The model is not ready{why}.", retry_after=NOT_READY_RETRY_S)
-        record = record_of(request.scope)
-        principal = principal_of(request)
+        principal, record = principal_of(request), record_of(request.scope)
+        if not self.holder.current.is_ready:
+            raise self._not_ready(principal)
         ticket = Ticket(self.lifecycle, self.metrics, record, principal.name)
+        if principal.limits is NO_LIMITS and not self.quotas.limits_all:
+            return ticket
         announced = request.headers.get("content-length", "")
         num_bytes = int(announced) if announced.isdecimal() and len(announced) < 12 else 0
         try:
-            if principal.limits is not NO_LIMITS or self.quotas.limits_all:
-                ticket.hold(await self.quotas.enter(principal, num_bytes, record.limit_headers))
+            ticket.hold(await self.quotas.enter(principal, num_bytes, record.limit_headers))
         except BaseException:
             await ticket.close()
             raise
         return ticket
+
+    def _not_ready(self, principal: Principal) -> UnavailableError:
+        # The detail may name models that a limited key may not know of.
+        why = f": {self.backend.health().detail.rstrip('.')}" if principal.models is None else ""
+        return UnavailableError(f"The model is not ready{why}.", retry_after=NOT_READY_RETRY_S)
 
     async def admitted(self, request: Request) -> AsyncIterator[Ticket]:
         """FastAPI dependency that admits a request. It releases the request's place when the last
