@@ -207,7 +207,7 @@ def test_only_wait_synchronizes_with_the_device():
     # samples; two in a `wait`; two before the first request; and the thread that loads an adapter.
     # `nonzero` is in the reference of a kernel, which runs on a CPU.
     assert found == [
-        "adapters.py: stream.synchronize()",
+        "adapter_stacks.py: stream.synchronize()",
         "blocks.py: done.synchronize()",
         "build.py: torch.cuda.synchronize(self._device)",
         "sampling_runner.py: self.done.synchronize()",
