@@ -5,7 +5,7 @@ An `LLM` converts them with `wire_params` to the parameters that an engine takes
 
 import enum
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_origin, get_type_hints
 
 import msgspec
 
@@ -110,6 +110,11 @@ _ONLY_DEFAULTS = (
     "detokenize",
 )
 _WIRE_FIELDS = request.SamplingParams.__struct_fields__
+_BOUNDS: dict[str, request.Bound] = {
+    name: hint.__metadata__[0]
+    for name, hint in get_type_hints(request.SamplingParams, include_extras=True).items()
+    if get_origin(hint) is Annotated
+}
 
 
 def wire_params(params: request.SamplingParams) -> request.SamplingParams:
@@ -173,55 +178,23 @@ def _check_defaults(params: SamplingParams) -> None:
 
 
 def check_params(params: request.SamplingParams) -> None:
-    """Raise an error if a sampling parameter is invalid. The comparisons are written so that NaN is
-    invalid too.
-    """
-    infinity = float("inf")
-    rules = {
-        "n >= 1": params.n >= 1,
-        "max_tokens >= 1": params.max_tokens is None or params.max_tokens >= 1,
-        "min_tokens >= 0": params.min_tokens >= 0,
-        "0 <= temperature < inf": 0 <= params.temperature < infinity,
-        "top_k >= 0": params.top_k >= 0,
-        "0 < top_p <= 1": 0 < params.top_p <= 1,
-        "0 <= min_p <= 1": 0 <= params.min_p <= 1,
-        "0 < repetition_penalty < inf": 0 < params.repetition_penalty < infinity,
-        "-inf < presence_penalty < inf": -infinity < params.presence_penalty < infinity,
-        "-inf < frequency_penalty < inf": -infinity < params.frequency_penalty < infinity,
-        "-inf <= logit_bias < inf": all(b < infinity for b in params.logit_bias.values()),
-        "0 <= seed < 2**63": params.seed is None or 0 <= params.seed < 2**63,
-        "logprobs >= 0": params.logprobs is None or params.logprobs >= 0,
-        "no stop string is empty": all(params.stop),
-    } | _sampler_rules(params)
-    for rule, holds in rules.items():
-        if not holds:
-            raise InvalidRequestError(f"sampling parameters break the rule {rule}")
-
-
-def _sampler_rules(params: request.SamplingParams) -> dict[str, bool]:
-    infinity = float("inf")
+    """Raise an error if a sampling parameter is invalid."""
     order = params.samplers
     is_late = [name not in ("penalties", "dry") for name in order]
-    return {
+    rules = {
+        bound.rule(name): bound.allows(getattr(params, name)) for name, bound in _BOUNDS.items()
+    } | {
+        "-inf <= logit_bias < inf": all(b < request.INFINITY for b in params.logit_bias.values()),
+        "0 <= seed < 2**63": params.seed is None or 0 <= params.seed < 2**63,
+        "no stop string is empty": all(params.stop),
         "no text of bad_words is empty": all(params.bad_words),
         "no stop_regex is empty": all(params.stop_regex),
         "no text of dry_sequence_breakers is empty": all(params.dry_sequence_breakers),
-        "repeat_last_n >= -1": params.repeat_last_n >= -1,
-        "0 <= dry_multiplier < inf": 0 <= params.dry_multiplier < infinity,
-        "1 <= dry_base < inf": 1 <= params.dry_base < infinity,
-        "dry_allowed_length >= 0": params.dry_allowed_length >= 0,
-        "dry_penalty_last_n >= -1": params.dry_penalty_last_n >= -1,
-        "-inf < top_n_sigma < inf": -infinity < params.top_n_sigma < infinity,
-        "0 <= typical_p <= 1": 0 <= params.typical_p <= 1,
-        "0 <= xtc_probability <= 1": 0 <= params.xtc_probability <= 1,
-        "0 <= xtc_threshold <= 1": 0 <= params.xtc_threshold <= 1,
-        "min_keep >= 0": params.min_keep >= 0,
-        "0 <= dynatemp_range < inf": 0 <= params.dynatemp_range < infinity,
-        "0 <= dynatemp_exponent < inf": 0 <= params.dynatemp_exponent < infinity,
-        "0 <= mirostat_tau < inf": 0 <= params.mirostat_tau < infinity,
-        "0 <= mirostat_eta < inf": 0 <= params.mirostat_eta < infinity,
         f"samplers are different names of {', '.join(request.SAMPLERS)}": (
             set(order) <= set(request.SAMPLERS) and len(set(order)) == len(order)
         ),
         "in samplers, penalties and dry come before all others": is_late == sorted(is_late),
     }
+    for rule, holds in rules.items():
+        if not holds:
+            raise InvalidRequestError(f"sampling parameters break the rule {rule}")

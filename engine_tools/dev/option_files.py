@@ -11,9 +11,11 @@ import argparse
 import ast
 import re
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import engine
+from engine.runtime.model_runner import RunnerConfig
 
 PACKAGE = Path(engine.__file__).parent
 # Where values take effect: the engine process, and tools that run a model by themselves.
@@ -21,8 +23,8 @@ COMPUTING = (
     *("runtime", "worker", "runners", "native", "torch", "jax", "tinygrad", "tools"),
     "backends/transformers",
 )
-# In these folders too, the interface to the frameworks lists what they get.
-DECLARING = ("runtime/model_runner.py",)
+# Among these files, the one that lists the options of frameworks.
+RUNNER_OPTIONS = "runtime/model_runner.py"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -46,9 +48,9 @@ def files_naming(name: str, package: Path = PACKAGE) -> tuple[list[str], list[st
         if name not in text or not _has_name(path, text, name):
             continue
         short = path.relative_to(package).as_posix()
-        computes = short not in DECLARING and short.startswith(
-            tuple(f"{folder}/" for folder in COMPUTING)
-        )
+        computes = short.startswith(tuple(f"{folder}/" for folder in COMPUTING))
+        if short == RUNNER_OPTIONS:
+            computes = name not in {field.name for field in fields(RunnerConfig)}
         (computing if computes else declaring).append(short)
     return declaring, computing
 

@@ -183,15 +183,16 @@ def _fields(model: type[BaseModel]) -> Iterator[tuple[str, str, str, str]]:
 
 def _sentences(model: type[BaseModel]) -> dict[str, str]:
     """The description of each setting, by field name. It is the string below the field in the
-    class's source.
+    source of the class or of a base class.
     """
-    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(model))).body
-    assert isinstance(tree, ast.ClassDef)
     found: dict[str, str] = {}
-    for field, text in zip(tree.body, tree.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
-            assert isinstance(field.target, ast.Name) and isinstance(text.value, ast.Constant)
-            found[field.target.id] = inspect.cleandoc(str(text.value.value))
+    for kind in model.mro()[: model.mro().index(BaseModel)]:
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+        assert isinstance(tree, ast.ClassDef)
+        for field, text in zip(tree.body, tree.body[1:], strict=False):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+                assert isinstance(field.target, ast.Name) and isinstance(text.value, ast.Constant)
+                found[field.target.id] = inspect.cleandoc(str(text.value.value))
     missing = model.model_fields.keys() - found.keys()
     if missing:
         raise ValueError(f"{model.__name__}: no sentence below {', '.join(sorted(missing))}")

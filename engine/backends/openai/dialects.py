@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
-from engine.core.interfaces.request import SAMPLER_FIELDS
+from engine.core.interfaces.request import SAMPLER_FIELDS, SamplingParams
 
 GrammarForm = Literal[
     "response_format",  # OpenAI's object of this name
@@ -99,27 +99,11 @@ class Dialect:
     needs_windows: bool = False
 
 
-# Those of `SAMPLER_FIELDS` that are lists.
-LIST_FIELDS = (
-    "allowed_token_ids",
-    "bad_words",
-    "stop_regex",
-    "dry_sequence_breakers",
-    "samplers",
-)
 _SAMPLER_FIELDS = frozenset(SAMPLER_FIELDS)
 # Parameters that OpenAI's own API does not have. Most of them are vLLM's.
-_ADDITIONS = _SAMPLER_FIELDS | {
-    "text_bias",
-    "min_p",
-    "repetition_penalty",
-    "min_tokens",
-    "stop_token_ids",
-    "ignore_eos",
-    "score_prompt",
-    "prompt_logprobs",
-    "skip_special_tokens",
-    "logprob_token_ids",
+_ADDITIONS = frozenset(SamplingParams.__struct_fields__) - {
+    *("max_tokens", "temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty"),
+    *("logit_bias", "seed", "n", "stop", "logprobs"),
 }
 _CHAT_FEATURES: frozenset[Feature] = frozenset(
     {

@@ -10,13 +10,7 @@ from typing import Any
 
 import msgspec
 
-from engine.backends.openai.dialects import (
-    LIST_FIELDS,
-    Dialect,
-    Feature,
-    GrammarForm,
-    Grammars,
-)
+from engine.backends.openai.dialects import Dialect, Feature, GrammarForm, Grammars
 from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.backend import (
     ChatRequest,
@@ -25,7 +19,7 @@ from engine.core.interfaces.backend import (
     GenerationContext,
     GrammarSpec,
 )
-from engine.core.interfaces.request import SAMPLER_FIELDS, SamplingParams
+from engine.core.interfaces.request import LIST_FIELDS, NUMBER_FIELDS, SamplingParams
 from engine.frontend.prompts import check_params, check_prompt
 
 # Characters with a special meaning in the regular expressions of some server.
@@ -89,22 +83,6 @@ def _gbnf_choice(spec: GrammarSpec) -> str:
 
 _DEFAULTS = SamplingParams()
 _MIN_BIAS = -100.0
-# Fields that are sent unchanged, under the dialect's name for them.
-_PLAIN = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "min_tokens",
-    "ignore_eos",
-    "skip_special_tokens",
-    *(name for name in SAMPLER_FIELDS if name not in LIST_FIELDS),
-)
-
-
 _WINDOWS = ("repeat_last_n", "dry_penalty_last_n")
 
 
@@ -207,7 +185,7 @@ class BodyBuilder:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        for name in _PLAIN:
+        for name in NUMBER_FIELDS:  # they are sent unchanged, under the dialect's names
             value = getattr(params, name)
             is_said = dialect.says_defaults and name not in dialect.lacks | dialect.emulated
             if is_said or value != getattr(_DEFAULTS, name):

@@ -5,7 +5,7 @@ frontend tokenizes and detokenizes; the engine only sees token ids.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -18,56 +18,97 @@ from engine.core.interfaces.timeline import Preparation, Timeline
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 DRY_BREAKERS = ("\n", ":", '"', "*")
-# The names that `SamplingParams.samplers` may have, in the default order of llama.cpp.
-SAMPLERS = (
-    "penalties",
-    "dry",
-    "top_n_sigma",
-    "top_k",
-    "typical_p",
-    "top_p",
-    "min_p",
-    "xtc",
-    "temperature",
-)
-_OFF: dict[str, dict[str, float]] = {
-    "penalties": {
-        "repetition_penalty": 1.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-    },
-    "dry": {"dry_multiplier": 0.0},
-    "top_n_sigma": {"top_n_sigma": 0.0},
-    "top_k": {"top_k": 0},
-    "typical_p": {"typical_p": 1.0},
-    "top_p": {"top_p": 1.0},
-    "min_p": {"min_p": 0.0},
-    "xtc": {"xtc_probability": 0.0},
-    "temperature": {"temperature": 1.0, "dynatemp_range": 0.0},
+
+
+class Sampler(msgspec.Struct, frozen=True):
+    """A step of llama.cpp's chain, which `SamplingParams.samplers` can name."""
+
+    letter: str  # its name in llama.cpp's short form
+    off: dict[str, float]  # values of its parameters with which it does nothing
+    truncates: bool = True  # whether it excludes unlikely tokens
+
+
+# In the default order of llama.cpp.
+SAMPLER_TABLE = {
+    "penalties": Sampler(
+        "e",
+        {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
+        truncates=False,
+    ),
+    "dry": Sampler("d", {"dry_multiplier": 0.0}, truncates=False),
+    "top_n_sigma": Sampler("s", {"top_n_sigma": 0.0}),
+    "top_k": Sampler("k", {"top_k": 0}),
+    "typical_p": Sampler("y", {"typical_p": 1.0}),
+    "top_p": Sampler("p", {"top_p": 1.0}),
+    "min_p": Sampler("m", {"min_p": 0.0}),
+    "xtc": Sampler("x", {"xtc_probability": 0.0}),
+    "temperature": Sampler("t", {"temperature": 1.0, "dynatemp_range": 0.0}, truncates=False),
 }
+SAMPLERS = tuple(SAMPLER_TABLE)
+# The order of requests that use no sampler of llama.cpp. It is the order of the device samplers.
+USUAL_SAMPLERS = ("penalties", "temperature", "top_k", "top_p", "min_p")
+TRUNCATING_FIELDS = tuple(
+    name for each in SAMPLER_TABLE.values() if each.truncates for name in each.off
+)
+INFINITY = float("inf")
+
+
+class Bound(msgspec.Struct, frozen=True):
+    """The values that a parameter may have, besides None. An infinite end is not one of them."""
+
+    low: float
+    high: float | None = None
+    excludes_low: bool = False
+
+    def rule(self, name: str) -> str:
+        if self.high is None:
+            return f"{name} >= {self.low:g}"
+        below = "<" if self.excludes_low else "<="
+        above = "<" if self.high == INFINITY else "<="
+        return f"{self.low:g} {below} {name} {above} {self.high:g}"
+
+    def allows(self, value: float | None) -> bool:
+        """Whether the parameter may be `value`. It may not be NaN."""
+        if value is None:
+            return True
+        is_above = self.low < value if self.excludes_low else self.low <= value
+        is_below = value < INFINITY if self.high in (None, INFINITY) else value <= self.high
+        return is_above and is_below
+
+
+NumberAboveZero = Annotated[float, Bound(0, INFINITY, excludes_low=True)]
+AnyNumber = Annotated[float, Bound(-INFINITY, INFINITY, excludes_low=True)]
+NotNegative = Annotated[float, Bound(0, INFINITY)]
+Fraction = Annotated[float, Bound(0, 1)]
+Count = Annotated[int, Bound(0)]
+LastTokens = Annotated[int, Bound(-1)]  # -1: all tokens
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How tokens are sampled. The HTTP APIs validate the ranges; this class does not."""
+    """How tokens are sampled. Only the Python API checks the bounds given here. The HTTP APIs check
+    narrower ones (`sampling_fields.py`).
+    """
 
-    max_tokens: int | None = 16  # None: generate up to the end of the context
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_k: int = 0  # 0: top-k is off
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    # None: generate up to the end of the context
+    max_tokens: Annotated[int | None, Bound(1)] = 16
+    min_tokens: Count = 0
+    temperature: NotNegative = 1.0
+    top_k: Count = 0  # 0: top-k is off
+    top_p: Annotated[float, Bound(0, 1, excludes_low=True)] = 1.0
+    min_p: Fraction = 0.0
+    repetition_penalty: NumberAboveZero = 1.0
+    presence_penalty: AnyNumber = 0.0
+    frequency_penalty: AnyNumber = 0.0
     logit_bias: dict[int, float] = {}
     # Biases of all tokens of a text. The frontend adds them to `logit_bias`.
     text_bias: dict[str, float] = {}
     seed: int | None = None  # None: a random seed is chosen when the request is submitted
-    n: int = 1
+    n: Annotated[int, Bound(1)] = 1
     stop: tuple[str, ...] = ()  # stop strings, matched by the frontend
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    logprobs: int | None = None  # number of alternatives to return per token; None: no logprobs
+    # Number of alternatives to return per token. None: no logprobs
+    logprobs: Annotated[int | None, Bound(0)] = None
     score_prompt: bool = False  # whether to return logprobs of the prompt's tokens too
     # Number of alternatives to return per prompt token, with `score_prompt`. None: `logprobs`
     prompt_logprobs: int | None = None
@@ -78,23 +119,22 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     allowed_token_ids: tuple[int, ...] = ()  # if not empty, no other token is sampled
     bad_words: tuple[str, ...] = ()  # texts that the output must not contain
     stop_regex: tuple[str, ...] = ()  # regular expressions, matched by the frontend
-    # The penalties look at this many last tokens. -1: at all tokens
-    repeat_last_n: int = -1
-    dry_multiplier: float = 0.0  # 0: DRY is off
-    dry_base: float = 1.75
-    dry_allowed_length: int = 2
-    dry_penalty_last_n: int = -1  # DRY looks at this many last tokens. -1: at all tokens
+    repeat_last_n: LastTokens = -1  # how many last tokens the penalties look at
+    dry_multiplier: NotNegative = 0.0  # 0: DRY is off
+    dry_base: Annotated[float, Bound(1, INFINITY)] = 1.75
+    dry_allowed_length: Count = 2
+    dry_penalty_last_n: LastTokens = -1  # how many last tokens DRY looks at
     dry_sequence_breakers: tuple[str, ...] = DRY_BREAKERS
-    top_n_sigma: float = 0.0  # 0: off
-    typical_p: float = 1.0  # 1: off
-    xtc_probability: float = 0.0  # 0: XTC is off
-    xtc_threshold: float = 0.1
-    min_keep: int = 0  # min number of tokens that top-p, min-p, typical-p and XTC each keep
-    dynatemp_range: float = 0.0  # 0: the temperature is the same for each token
-    dynatemp_exponent: float = 1.0
+    top_n_sigma: AnyNumber = 0.0  # 0: off
+    typical_p: Fraction = 1.0  # 1: off
+    xtc_probability: Fraction = 0.0  # 0: XTC is off
+    xtc_threshold: Fraction = 0.1
+    min_keep: Count = 0  # min number of tokens that top-p, min-p, typical-p and XTC each keep
+    dynatemp_range: NotNegative = 0.0  # 0: the temperature is the same for each token
+    dynatemp_exponent: NotNegative = 1.0
     mirostat: Literal[0, 1, 2] = 0  # the version; 0: off
-    mirostat_tau: float = 5.0
-    mirostat_eta: float = 0.1
+    mirostat_tau: NotNegative = 5.0
+    mirostat_eta: NotNegative = 0.1
     samplers: tuple[str, ...] = ()  # names in `SAMPLERS`, in order. Empty: the default order
 
     @property
@@ -114,7 +154,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         changes: dict[str, float] = {}
         for name in SAMPLERS if self.samplers else ():
             if name not in self.samplers:
-                changes |= _OFF[name]
+                changes |= SAMPLER_TABLE[name].off
         return msgspec.structs.replace(self, **changes)
 
     @property
@@ -140,6 +180,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 _FIELDS = SamplingParams.__struct_fields__
 # The parameters that few servers have.
 SAMPLER_FIELDS = _FIELDS[_FIELDS.index("allowed_token_ids") :]
+_DEFAULTS = msgspec.structs.asdict(SamplingParams())
+# The parameters that are a number or a truth value, and are the same in all APIs that have them.
+NUMBER_FIELDS = tuple(
+    name
+    for name, value in _DEFAULTS.items()
+    if isinstance(value, int | float) and name not in ("max_tokens", "n", "score_prompt")
+)
+# Those of `SAMPLER_FIELDS` that are lists.
+LIST_FIELDS = tuple(name for name in SAMPLER_FIELDS if isinstance(_DEFAULTS[name], tuple))
 
 
 class ImageInput(msgspec.Struct, frozen=True, array_like=True):

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.core.interfaces.request import SAMPLERS, SamplingParams
+from engine.core.interfaces.request import SAMPLERS, USUAL_SAMPLERS, SamplingParams
 from engine.runtime.model_runner import (
     F32,
     I32,
@@ -31,8 +31,6 @@ from engine.runtime.samplers.host_sampler import (
 from engine.runtime.sequence import ScheduledBatch, Sequence
 
 Sampler = Callable[[F32, SamplingParams, float], F32]
-# The order of requests that use no sampler of llama.cpp. It is the order of the device samplers.
-DEFAULT_ORDER = ("temperature", "top_k", "top_p", "min_p")
 NEGLIGIBLE = 1e-30  # lower temperatures are greedy
 XTC_STREAM = 0x5854433  # makes the random numbers of XTC independent of those that pick a token
 MIROSTAT_TOKENS = 100  # the likeliest tokens from which Mirostat 1 estimates the distribution
@@ -99,7 +97,7 @@ def candidates(
     """The tokens that the samplers keep, and their logits. `chance` is XTC's random number from 0
     to 1. `mu` is Mirostat's limit for the surprise of a token, in bits.
     """
-    order = params.samplers or (SAMPLERS if params.has_chain else DEFAULT_ORDER)
+    order = params.samplers or (SAMPLERS if params.has_chain else USUAL_SAMPLERS)
     if params.mirostat:
         order = ("temperature",)
     for name in order:

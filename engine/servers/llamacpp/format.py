@@ -16,23 +16,24 @@ from engine.core.interfaces.backend import (
     TopLogprob,
     UsageEvent,
 )
-from engine.core.interfaces.request import SAMPLERS, SamplingParams
+from engine.core.interfaces.request import (
+    NUMBER_FIELDS,
+    SAMPLERS,
+    USUAL_SAMPLERS,
+    SamplingParams,
+)
 from engine.servers.http.errors import llamacpp_error_body
 from engine.servers.openai.format import Choice
 from engine.servers.openai.reports import timings
+from engine.servers.schema.dialects.parameters import PARAMETERS
 from engine.servers.serving.event_pump import EventPump, OutputEvent
 
 _encode = msgspec.json.Encoder().encode
 RANDOM_SEED = 2**32 - 1  # llama.cpp's number for a seed that is chosen at random
-# Samplers that a request runs in this order, unless it needs others or sets the order itself.
-_SAMPLERS = ("penalties", "temperature", "top_k", "top_p", "min_p")
 # Parameters that have the same names in llama.cpp.
 _SAME_NAMES = (
-    *("temperature", "dynatemp_range", "dynatemp_exponent", "top_k", "top_p", "min_p"),
-    *("top_n_sigma", "xtc_probability", "xtc_threshold", "typical_p", "repeat_last_n"),
-    *("presence_penalty", "frequency_penalty", "dry_multiplier", "dry_base"),
-    *("dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers", "mirostat"),
-    *("mirostat_tau", "mirostat_eta", "min_keep", "stop", "ignore_eos"),
+    *(name for name in NUMBER_FIELDS if "llamacpp" in PARAMETERS[name].dialects),
+    *("dry_sequence_breakers", "stop"),
 )
 
 
@@ -57,7 +58,7 @@ def settings_body(
             for token, bias in biases.items()
         ],
         "n_probs": params.logprobs or 0,
-        "samplers": params.samplers or (SAMPLERS if params.has_chain else _SAMPLERS),
+        "samplers": params.samplers or (SAMPLERS if params.has_chain else USUAL_SAMPLERS),
         "lora": [],
     }
 

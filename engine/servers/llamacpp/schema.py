@@ -2,7 +2,6 @@
 converted by the table of dialects, so only the others are defined here.
 """
 
-from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import (
@@ -21,9 +20,8 @@ from engine.servers.openai.embeddings import MAX_INPUTS, VectorsBody
 from engine.servers.openai.schema import ChatPromptBody
 from engine.servers.schema import fields
 from engine.servers.schema.body import SamplingBody
+from engine.servers.schema.dialects.parameters import DEFAULTS
 
-# llama.cpp's defaults of parameters that a request does not set.
-DEFAULTS: Mapping[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 MAX_PROBS = 1024
 MAX_RESPONSE_FIELDS = 128
 MAX_EXTRA = 1024
@@ -163,7 +161,7 @@ class NativeSampling(SamplingBody):
         preset = {} if card.preset is None else card.preset.parameters
         missing: dict[str, Any] = {
             name: preset.get(name, value)
-            for name, value in DEFAULTS.items()
+            for name, value in DEFAULTS["llamacpp"].items()
             if getattr(self, name) is None
         }
         if self.seed == -1:

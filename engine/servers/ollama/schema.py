@@ -16,11 +16,10 @@ from engine.servers.openai.embeddings import MAX_DIMENSIONS, MAX_INPUTS, Vectors
 from engine.servers.openai.schema import NumLogprobs
 from engine.servers.schema import fields
 from engine.servers.schema.body import SamplingBody, refused
+from engine.servers.schema.dialects.parameters import DEFAULTS
 from engine.servers.schema.structured import schema_spec
 
 THINKING_LEVELS = ("low", "medium", "high", "max")
-# What Ollama uses if neither the request nor the model's preset sets these.
-DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
 DEFAULT_WINDOW = 64  # the penalties of a request see this many tokens
 MAX_SECONDS = 10**9
 _UNIT_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1, "m": 60, "h": 3600}
@@ -156,9 +155,9 @@ class OllamaGenerationBody(SamplingBody):
         kept = {*preset, *card.lacks, *card.emulated}
         if self.mirostat:
             kept |= {"top_k", "top_p"}  # mirostat replaces them
-        changed = {
+        changed: dict[str, Any] = {
             name: value
-            for name, value in DEFAULTS.items()
+            for name, value in DEFAULTS["ollama"].items()
             if getattr(self, name) is None and name not in kept
         }
         repetition = self.repetition_penalty or 1.0

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from engine.backends.beam_search import BeamRules, BeamSearch
 from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.backend import GrammarSpec, ModelCard
-from engine.core.interfaces.request import SamplingParams
+from engine.core.interfaces.request import TRUNCATING_FIELDS, SamplingParams
 from engine.servers.http.errors import problem
 from engine.servers.schema.body import SamplingBody
 from engine.servers.serving.services import Services
@@ -25,7 +25,7 @@ _EXCLUDED = (
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
 # Parameters that would only change what is sampled.
-_IDLE = ("temperature", "top_p", "top_k", "min_p", "seed")
+_IDLE = ("temperature", *TRUNCATING_FIELDS, "seed")
 
 
 class BeamBody(SamplingBody):

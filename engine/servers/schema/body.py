@@ -24,7 +24,8 @@ from pydantic import (
 
 from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.backend import ModelCard
-from engine.core.interfaces.request import SAMPLER_FIELDS, SamplingParams
+from engine.core.interfaces.request import SamplingParams
+from engine.core.interfaces.sampling_fields import Count, SamplingFields
 from engine.servers.http.errors import describe, invalid_request
 from engine.servers.schema import fields
 from engine.servers.schema.dialects.reading import Reading, asks_for_nothing, read_words
@@ -79,20 +80,14 @@ TokenLimit = Annotated[fields.TokenCount, WrapValidator(_or_no_limit)]
 TokenLimitOrZero = Annotated[int, Field(ge=0, le=fields.MAX_TOKENS), WrapValidator(_or_no_limit)]
 
 
-class SamplingBody(BaseModel):
+class SamplingBody(SamplingFields):
     """Fields that all requests for text generation have."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, defer_build=True)
+    model_config = ConfigDict(strict=True)
 
     max_tokens: TokenLimit | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=fields.MAX_TOKENS)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: fields.Fraction | None = None
+    min_tokens: Count | None = None
     top_k: fields.TopK | None = None
-    min_p: fields.Fraction | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
-    presence_penalty: fields.SignedPenalty | None = None
-    frequency_penalty: fields.SignedPenalty | None = None
     logit_bias: fields.LogitBias = {}
     seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
     stop: fields.StopStrings = ()
@@ -103,22 +98,7 @@ class SamplingBody(BaseModel):
     allowed_token_ids: fields.AllowedIds | None = None
     bad_words: fields.BadWords | None = None
     stop_regex: fields.StopRegexes | None = None
-    repeat_last_n: fields.LastTokens | None = None
-    dry_multiplier: Annotated[float, Field(ge=0, le=100)] | None = None
-    dry_base: Annotated[float, Field(ge=1, le=100)] | None = None
-    dry_allowed_length: Annotated[int, Field(ge=0, le=fields.MAX_TOKENS)] | None = None
-    dry_penalty_last_n: fields.LastTokens | None = None
     dry_sequence_breakers: fields.Breakers | None = None
-    top_n_sigma: Annotated[float, Field(ge=-1, le=100)] | None = None
-    typical_p: fields.Fraction | None = None
-    xtc_probability: fields.Fraction | None = None
-    xtc_threshold: fields.Fraction | None = None
-    min_keep: Annotated[int, Field(ge=0, le=fields.MAX_TOKENS)] | None = None
-    dynatemp_range: Annotated[float, Field(ge=0, le=10)] | None = None
-    dynatemp_exponent: Annotated[float, Field(ge=0, le=100)] | None = None
-    mirostat: Annotated[int, Field(ge=0, le=2)] | None = None
-    mirostat_tau: Annotated[float, Field(ge=0, le=100)] | None = None
-    mirostat_eta: Annotated[float, Field(ge=0, le=10)] | None = None
     samplers: fields.Samplers = ()
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     stream: bool | None = None
@@ -178,36 +158,25 @@ class SamplingBody(BaseModel):
                 param=limit_name,
                 code="context_length_exceeded",
             )
-        min_tokens = body.min_tokens or 0
-        if min_tokens > (max_tokens or card.max_model_len):
+        if (body.min_tokens or 0) > (max_tokens or card.max_model_len):
             raise InvalidRequestError(
-                f"min_tokens ({min_tokens}) is more than an answer may have"
+                f"min_tokens ({body.min_tokens}) is more than an answer may have"
                 f" ({max_tokens or card.max_model_len}).",
                 param="min_tokens",
             )
-        # top_p = 0 keeps only the likeliest token.
-        only_best = body.top_p == 0 and not body.samplers
         biases = body.logit_bias.items()
-        params = SamplingParams(
-            max_tokens=max_tokens,
-            min_tokens=min_tokens,
-            temperature=_default(body.temperature, 1.0),
-            top_k=1 if only_best else body.top_k or 0,
-            top_p=1.0 if only_best else _default(body.top_p, 1.0),
-            min_p=body.min_p or 0.0,
-            repetition_penalty=_default(body.repetition_penalty, 1.0),
-            presence_penalty=body.presence_penalty or 0.0,
-            frequency_penalty=body.frequency_penalty or 0.0,
-            logit_bias={key: bias for key, bias in biases if isinstance(key, int)},
-            text_bias={key: bias for key, bias in biases if isinstance(key, str)},
-            seed=None if body.seed is None else body.seed % 2**63,
-            n=body.num_choices,
-            stop=body.stop,
-            stop_token_ids=tuple(body.stop_token_ids or ()),
-            ignore_eos=bool(body.ignore_eos),
-            logprobs=logprobs,
-            **body._set_of(SAMPLER_FIELDS),
-        )
+        changed: dict[str, Any] = {
+            "max_tokens": max_tokens,
+            "logit_bias": {key: bias for key, bias in biases if isinstance(key, int)},
+            "text_bias": {key: bias for key, bias in biases if isinstance(key, str)},
+            "n": body.num_choices,
+            "logprobs": logprobs,
+        }
+        if body.seed is not None:
+            changed["seed"] = body.seed % 2**63
+        if body.top_p == 0 and not body.samplers:  # keeps only the likeliest token
+            changed |= {"top_k": 1, "top_p": 1.0}
+        params = SamplingParams(**body._set_of(_PARAMETERS) | changed)
         return params.named_samplers_only() if params.samplers else params
 
     def _set_of(self, names: Iterable[str]) -> dict[str, Any]:
@@ -229,6 +198,10 @@ class SamplingBody(BaseModel):
         return self.model_copy(update=missing)
 
 
+# The fields of a body that are parameters of the engine. The others have their own code.
+_PARAMETERS = tuple(
+    name for name in SamplingParams.__struct_fields__ if name in SamplingBody.model_fields
+)
 Body = TypeVar("Body", bound=BaseModel)
 
 
@@ -266,7 +239,3 @@ def validated(
         return kind.model_validate(raw)
     except ValidationError as error:
         raise invalid_request(error, sent_as or {}) from None
-
-
-def _default(value: float | None, default: float) -> float:
-    return default if value is None else value

@@ -14,8 +14,9 @@ from pydantic import (
     WithJsonSchema,
 )
 
+from engine.core.interfaces import sampling_fields
 from engine.core.interfaces.backend import GrammarSpec
-from engine.core.interfaces.request import SAMPLERS
+from engine.core.interfaces.request import SAMPLER_TABLE, SAMPLERS
 from engine.servers.http.errors import describe, problem
 from engine.servers.schema.messages import MAX_MESSAGES, ROLES, parse_messages
 from engine.servers.schema.structured import (
@@ -40,7 +41,7 @@ MAX_SAMPLERS = 16
 MAX_PROMPTS = 128
 IDS_AT_ONCE = 8192
 MAX_TOKEN_ID = 2**31 - 1
-MAX_TOKENS = 2**24
+MAX_TOKENS = sampling_fields.MAX_TOKENS
 MAX_METADATA = 16
 MAX_METADATA_KEY = 64
 MAX_METADATA_VALUE = 512
@@ -275,23 +276,11 @@ _CHOICES_SCHEMA = {"type": "array", "minItems": 1, "maxItems": MAX_CHOICES, "ite
 _TRUNCATION_SCHEMA = {"type": "integer", "minimum": -1, "maximum": MAX_TOKENS, "not": {"const": 0}}
 _TOOLS_SCHEMA = {"type": "array", "maxItems": MAX_TOOLS, "items": _OBJECT}
 
-# The letters of llama.cpp's short form of `samplers`.
-_SAMPLER_LETTERS = {
-    "e": "penalties",
-    "d": "dry",
-    "s": "top_n_sigma",
-    "k": "top_k",
-    "y": "typical_p",
-    "p": "top_p",
-    "m": "min_p",
-    "x": "xtc",
-    "t": "temperature",
-}
+_SAMPLER_LETTERS = {each.letter: name for name, each in SAMPLER_TABLE.items()}
 # llama.cpp's other names of samplers.
 _SAMPLER_ALIASES = {"typ_p": "typical_p", "typ": "typical_p", "temp": "temperature"}
 
-Fraction = Annotated[float, Field(ge=0, le=1)]
-SignedPenalty = Annotated[float, Field(ge=-2, le=2)]
+Fraction = sampling_fields.Fraction
 TokenCount = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 ModelName = Annotated[str, Field(min_length=1, max_length=256)]
@@ -338,7 +327,6 @@ StopRegexes = Annotated[
     BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
 ]
 AllowedIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_IDS)]
-LastTokens = Annotated[int, Field(ge=-1, le=MAX_TOKENS)]  # -1: all tokens
 Metadata = Annotated[dict[str, str], *_parsed(_parse_metadata, _or_null(_METADATA_SCHEMA))]
 Truncation = Annotated[int | None, *_parsed(_parse_truncation, _or_null(_TRUNCATION_SCHEMA))]
 TemplateOptions = Annotated[dict[str, Any], *_parsed(_parse_template_options, _or_null(_OBJECT))]

@@ -25,7 +25,7 @@ from engine.core.interfaces.backend import (
     ModelCard,
     ToolChoice,
 )
-from engine.core.interfaces.request import UNSHARED, SamplingParams
+from engine.core.interfaces.request import TRUNCATING_FIELDS, UNSHARED, SamplingParams
 from engine.servers.access.auth import is_acting, principal_of
 from engine.servers.http.request_log import record_of
 from engine.servers.schema.body import SamplingBody
@@ -47,10 +47,7 @@ _SWITCHES: tuple[tuple[str, Any, Any], ...] = (
     ("thinking_budget", None, 0),
 )
 
-REPLACED_BY_MIROSTAT = (
-    *("top_k", "top_p", "min_p", "typical_p", "top_n_sigma"),
-    *("xtc_probability", "min_keep", "samplers"),
-)
+REPLACED_BY_MIROSTAT = (*TRUNCATING_FIELDS, "min_keep", "samplers")
 _DEFAULT_PARAMS = SamplingParams()
 # The lowest priority (the largest number), so that lines of batches and other offline work run
 # after all requests of clients.

@@ -85,9 +85,9 @@ MUTATIONS = [
     ),
     Mutation(
         "llm: a negative min_p passes",
-        "engine.sampling_params",
-        '"0 <= min_p <= 1": 0 <= params.min_p <= 1,',
-        '"0 <= min_p <= 1": params.min_p <= 1,',
+        "engine.core.interfaces.request",
+        "    min_p: Fraction = 0.0\n",
+        "    min_p: Annotated[float, Bound(-INFINITY, 1)] = 0.0\n",
         f"{SAMPLING_TESTS}::test_sampling_parameters_are_accepted_and_refused_at_their_bounds",
     ),
     Mutation(

@@ -49,8 +49,8 @@ MUTATIONS = [
     Mutation(
         "samplers: the temperature comes first in llama.cpp's order",
         CHAIN,
-        "(SAMPLERS if params.has_chain else DEFAULT_ORDER)",
-        "(SAMPLERS[::-1] if params.has_chain else DEFAULT_ORDER)",
+        "(SAMPLERS if params.has_chain else USUAL_SAMPLERS)",
+        "(SAMPLERS[::-1] if params.has_chain else USUAL_SAMPLERS)",
         LLAMA,
     ),
     Mutation(

@@ -2,8 +2,9 @@
 
 import dataclasses
 
-from engine.runtime.sequence import Sequence
 from tests.support.references.source_trees import imports, is_within, sources
+
+from engine.runtime.sequence import Sequence
 
 # The rooms of features that attach to the core of the runtime through `runtime/extension.py`.
 FEATURES = (

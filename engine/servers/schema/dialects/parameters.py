@@ -23,6 +23,11 @@ DIALECTS = {
     "mistral": "Mistral",
 }
 _ALL = " ".join(DIALECTS)
+# What the own API of another server uses if neither the request nor the model's preset sets these.
+DEFAULTS: dict[str, dict[str, float]] = {
+    "llamacpp": {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05},
+    "ollama": {"temperature": 0.8, "top_k": 40, "top_p": 0.9},
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

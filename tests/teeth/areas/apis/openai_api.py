@@ -137,15 +137,15 @@ MUTATIONS = [
     Mutation(
         "negative seeds are mirrored",
         "engine.servers.schema.body",
-        "seed=None if body.seed is None else body.seed % 2**63",
-        "seed=None if body.seed is None else abs(body.seed)",
+        'changed["seed"] = body.seed % 2**63',
+        'changed["seed"] = abs(body.seed)',
         "tests/unit/servers/openai/test_server_validation.py::test_sampling_fields_reach_the_sampling_params",
     ),
     Mutation(
         "top_p 0 keeps everything",
         "engine.servers.schema.body",
-        "top_k=1 if only_best else body.top_k or 0",
-        "top_k=body.top_k or 0",
+        'changed |= {"top_k": 1, "top_p": 1.0}',
+        'changed |= {"top_p": 1.0}',
         "tests/unit/servers/openai/test_server_validation.py::test_sampling_fields_reach_the_sampling_params",
     ),
     Mutation(
