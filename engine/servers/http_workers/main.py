@@ -114,8 +114,12 @@ def main(socket_fd: int, door_fd: int, parent_pid: int) -> int:
     raise_file_limit()
     keep_all()
     with asyncio.Runner(loop_factory=event_loop()) as runner:
-        runner.run(WriterProcess(setup, sock, door).run())
+        runner.run(_serve(setup, sock, door))
     return 0
+
+
+async def _serve(setup: Setup, sock: socket.socket, door: socket.socket) -> None:
+    await WriterProcess(setup, sock, door).run()
 
 
 if __name__ == "__main__":
