@@ -26,7 +26,7 @@ from engine.core.interfaces.request import Deltas, Fatal, FromEngine, Stop, ToEn
 from engine.core.sandbox.silence import Silence
 from engine.ipc.engine_process import STACKS_SIGNAL, EngineProcess
 from engine.ipc.heartbeat import Heartbeat, Vitals, heartbeat_file
-from engine.ipc.transport import FrameDecoder, encode_frame
+from engine.ipc.transport import Connection
 
 log = logging.getLogger(__name__)
 
@@ -177,7 +177,7 @@ class ProcessClient:
         self._process = process
         self._child: ChildProcess | None = None
         self._silence: Silence | None = None
-        self._connection: _Connection | None = None
+        self._connection: Connection[FromEngine] | None = None
         self._ending: asyncio.Task[None] | None = None
         self._stopping = False
 
@@ -187,16 +187,14 @@ class ProcessClient:
         self._silence = Silence(self._child.pid)
         if not process.has_begun:
             process.begin(self._options)
-        process.socket.setblocking(False)
-        _, self._connection = await asyncio.get_running_loop().create_connection(
-            lambda: _Connection(self._on_message), sock=process.socket
-        )
-        self._ending = asyncio.create_task(self._end(self._connection, self._child))
+        closed = asyncio.Event()
+        self._connection = Connection(FromEngine, self._on_message, closed.set, join=joined)
+        await self._connection.connect(process.socket)
+        self._ending = asyncio.create_task(self._end(closed, self._child))
 
     def send(self, message: ToEngine) -> None:
-        if self._connection is None or self._connection.transport.is_closing():
+        if self._connection is None or not self._connection.send(message):
             raise UnavailableError("The engine is restarting; try again.", retry_after=1.0)
-        self._connection.transport.write(encode_frame(message))
 
     def vitals(self) -> Vitals | None:
         if self._process is None or self._silence is None:
@@ -228,7 +226,7 @@ class ProcessClient:
             self.send(Stop())
         await self._child.stop(STOP_GRACE_S)
         if self._ending is not None and self._connection is not None:
-            self._connection.transport.abort()  # a process that waits in the kernel keeps its end
+            self._connection.abort()  # a process that waits in the kernel keeps its end
             await asyncio.wait([self._ending], timeout=STOP_GRACE_S)
 
     async def kill(self) -> bool:
@@ -237,46 +235,18 @@ class ProcessClient:
         await asyncio.sleep(STACKS_GRACE_S)
         self._child.kill()
         if self._connection is not None:
-            self._connection.transport.abort()  # a process that waits in the kernel keeps its end
+            self._connection.abort()  # a process that waits in the kernel keeps its end
         return True
 
-    async def _end(self, connection: "_Connection", child: ChildProcess) -> None:
+    async def _end(self, closed: asyncio.Event, child: ChildProcess) -> None:
         """Wait until the child has closed its end of the socket, then report its exit status."""
-        await connection.closed
+        await closed.wait()
         status = await child.stop(STOP_GRACE_S)
         if not self._stopping:
             self._on_exit(status)
 
 
-class _Connection(asyncio.Protocol):
-    """The frontend's end of the socket to the engine process. It calls `on_message` directly from
-    the event loop's read callback, without switching to a task.
-    """
-
-    transport: asyncio.WriteTransport
-
-    def __init__(self, on_message: OnMessage) -> None:
-        self._on_message = on_message
-        self._frames: FrameDecoder[FromEngine] = FrameDecoder(FromEngine)
-        self.closed = asyncio.get_running_loop().create_future()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.WriteTransport, transport)
-
-    def data_received(self, data: bytes) -> None:
-        try:
-            for message in _joined(self._frames.feed(data)):
-                self._on_message(message)
-        except Exception:  # the connection is closed after any error, which ends the engine
-            log.exception("the connection to the engine broke")
-            self.transport.abort()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if not self.closed.done():
-            self.closed.set_result(None)
-
-
-def _joined(messages: list[FromEngine]) -> Iterator[FromEngine]:
+def joined(messages: list[FromEngine]) -> Iterator[FromEngine]:
     """The messages, with the deltas of consecutive steps in one message. Several steps arrive at
     once only if the frontend is slower than its engine. Joined deltas become fewer events, and so
     the frontend catches up.

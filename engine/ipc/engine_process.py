@@ -93,10 +93,10 @@ class ForkedReading:
         import msgspec
 
         from engine.core.interfaces.request import Validated
-        from engine.ipc.transport import LENGTH
+        from engine.ipc.transport import LENGTH, length_in
 
         deadline = time.monotonic() + max_seconds
-        (length,) = LENGTH.unpack(self._read(LENGTH.size, deadline))
+        length = length_in(self._read(LENGTH.size, deadline))
         found = msgspec.msgpack.decode(self._read(length, deadline), type=Validated)
         return found.status, found.output
 

@@ -1,23 +1,29 @@
-"""Sends msgpack messages over a private socket, between a frontend and its engine process.
+"""Connections between processes: between a frontend and its engine process, between frontend
+processes, and between servers and nodes.
 
-A message is preceded by its length. Messages that are not of a known type are refused. The socket
-belongs to a pair that is created before the engine process starts, so no other process can connect.
+A message in msgpack is preceded by its length. Messages that are not of a known type are refused.
+Between processes of one machine, the socket belongs to a pair that is created before the other
+process starts, so no other process can connect. Frames to and from nodes are sealed.
 
 A message that is too large is never sent: it fails its request, and never a process. The receiver
 can't go on after one, so the sender has to notice it.
 """
 
+import asyncio
 import logging
 import select
 import socket
 import struct
-from collections.abc import Callable
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
 
 import msgspec
 
 from engine.core.errors import EngineError, PayloadTooLargeError
 from engine.core.interfaces.request import ControlReply, Deltas, FromEngine, ToEngine, TokenDelta
+
+if TYPE_CHECKING:
+    from engine.core.shards.link import Seal
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +33,7 @@ LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 RECEIVE_BYTES = 256 * 1024
 SEND_POLL_S = 0.5
+FULL_BYTES = 2**20  # unsent bytes from which on a connection is full
 
 
 class ConnectionClosedError(EngineError):
@@ -48,9 +55,10 @@ def encode_frame(message: msgspec.Struct) -> bytes:
     return LENGTH.pack(len(body)) + body
 
 
-def encode_answer(message: msgspec.Struct) -> list[bytes]:
-    """The frames of a message from an engine. Deltas that are too large together are sent apart,
-    and one that is too large alone becomes the error of its request.
+def frames_of(message: msgspec.Struct) -> list[bytes]:
+    """The frames of a message. Deltas that are too large together are sent apart, and one that is
+    too large alone becomes the error of its request, as a reply does. Other messages of an engine
+    concern no request, and are left out. Any other message raises `MessageTooLargeError`.
     """
     try:
         return [encode_frame(message)]
@@ -61,9 +69,11 @@ def encode_answer(message: msgspec.Struct) -> list[bytes]:
                 last = failed_delta(deltas[0].request_id, deltas[0].choice, error)
                 return [encode_frame(Deltas((last,)))]
             halves = (deltas[:middle], deltas[middle:])
-            return [frame for half in halves for frame in encode_answer(Deltas(half))]
+            return [frame for half in halves for frame in frames_of(Deltas(half))]
         if isinstance(message, ControlReply):
             return [encode_frame(ControlReply(message.control_id, False, error.message))]
+        if not isinstance(message, FromEngine):
+            raise
         log.error("a message of type %s is not sent: %s", type(message).__name__, error)
         return []
 
@@ -80,25 +90,39 @@ def failed_delta(request_id: str, choice: int, error: EngineError) -> TokenDelta
     )
 
 
-class FrameDecoder(Generic[Message]):
-    """Splits a byte stream into messages. `message_type` is the union of all allowed types."""
+def length_in(head: bytes | bytearray) -> int:
+    """The length of the message whose frame begins with `head`. Raises if it is too large."""
+    length: int = LENGTH.unpack_from(head)[0]
+    if length > MAX_FRAME_BYTES:
+        raise EngineError(f"a message of {length} bytes is over the limit")
+    return length
 
-    def __init__(self, message_type: Any) -> None:
+
+class FrameDecoder(Generic[Message]):
+    """Splits a byte stream into messages. `message_type` is the union of all allowed types. With
+    `seal`, each frame has a seal behind it, which is checked.
+    """
+
+    def __init__(self, message_type: Any, seal: "Seal | None" = None) -> None:
         self._decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(message_type)
+        self._seal = seal
+        self._seal_bytes = 0 if seal is None else seal.num_bytes
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[Message]:
         self._buffer += data
         messages: list[Message] = []
         while len(self._buffer) >= LENGTH.size:
-            (length,) = LENGTH.unpack_from(self._buffer)
-            if length > MAX_FRAME_BYTES:
-                raise EngineError(f"a message of {length} bytes is over the limit")
-            end = LENGTH.size + length
-            if len(self._buffer) < end:
+            end = LENGTH.size + length_in(self._buffer)
+            sealed_end = end + self._seal_bytes
+            if len(self._buffer) < sealed_end:
                 break
+            if self._seal is not None:
+                seal = self._buffer[end:sealed_end]
+                if not self._seal.is_next(self._buffer[:end], seal):
+                    raise EngineError("a message was changed on its way")
             messages.append(self._decoder.decode(self._buffer[LENGTH.size : end]))
-            del self._buffer[:end]
+            del self._buffer[:sealed_end]
         return messages
 
 
@@ -136,7 +160,7 @@ class SocketChannel(Generic[Message]):
         return self._frames.feed(data)
 
     def send(self, message: msgspec.Struct) -> None:
-        for frame in encode_answer(message):
+        for frame in frames_of(message):
             self._send(memoryview(frame))
 
     def _send(self, rest: memoryview) -> None:
@@ -149,3 +173,106 @@ class SocketChannel(Generic[Message]):
                     select.select([], [self._sock], [], SEND_POLL_S)
         except OSError as error:
             raise ConnectionClosedError(f"the frontend is gone: {error}") from error
+
+
+class Connection(asyncio.Protocol, Generic[Message]):
+    """Sends and receives messages. `on_message` is called for each message, in order, from the
+    loop's read callback, without switching to a task. `on_lost` is called once, when the other side
+    is gone, and `on_drained` whenever it has read what made this end full.
+
+    `join` may make one message of several that have arrived together. A side that leaves more than
+    `max_unsent_bytes` unread is given up. If `is_sealed`, `trust` is called before the first
+    message.
+    """
+
+    transport: asyncio.Transport
+
+    def __init__(
+        self,
+        message_type: Any,
+        on_message: Callable[[Message], None],
+        on_lost: Callable[[], None],
+        *,
+        on_drained: Callable[[], None] = lambda: None,
+        join: Callable[[list[Message]], Iterable[Message]] = iter,
+        max_unsent_bytes: int | None = None,
+        is_sealed: bool = False,
+    ) -> None:
+        self._message_type = message_type
+        self._frames: FrameDecoder[Message] = FrameDecoder(message_type)
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._on_drained = on_drained
+        self._join = join
+        self._max_unsent_bytes = max_unsent_bytes
+        self._must_be_trusted = is_sealed
+        self._sent: Seal | None = None
+        self._is_connected = False
+        self._loop = asyncio.get_running_loop()
+        self.heard_at = self._loop.time()
+        self.is_full = False  # whether the other side reads too slowly
+
+    async def connect(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        await self._loop.create_connection(lambda: self, sock=sock)
+
+    def trust(self, sent: "Seal", received: "Seal") -> None:
+        self._sent, self._must_be_trusted = sent, False
+        self._frames = FrameDecoder(self._message_type, seal=received)
+
+    @property
+    def silent_s(self) -> float:
+        return self._loop.time() - self.heard_at
+
+    @property
+    def is_open(self) -> bool:
+        return self._is_connected and not self.transport.is_closing()
+
+    @property
+    def num_unsent(self) -> int:
+        """Bytes that wait to be sent."""
+        return self.transport.get_write_buffer_size()
+
+    def send(self, message: msgspec.Struct) -> bool:
+        """Queue a message. Returns False, and drops it, if the other side is gone or does not read.
+        Raises `MessageTooLargeError` if it is too large and is no message of an engine.
+        """
+        if not self.is_open:
+            return False
+        if self._max_unsent_bytes is not None and self.num_unsent > self._max_unsent_bytes:
+            self.abort()
+            return False
+        for frame in frames_of(message):
+            self.transport.write(frame if self._sent is None else frame + self._sent.next(frame))
+        return True
+
+    def abort(self) -> None:
+        if self._is_connected:
+            self.transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        if self._must_be_trusted:
+            raise EngineError("this connection has no seals yet")
+        self.transport = cast(asyncio.Transport, transport)
+        self.transport.set_write_buffer_limits(high=FULL_BYTES)
+        self._is_connected = True
+
+    def data_received(self, data: bytes) -> None:
+        self.heard_at = self._loop.time()
+        try:
+            for message in self._join(self._frames.feed(data)):
+                self._on_message(message)
+        except Exception:  # what follows a message that can't be read can't be read either
+            peer = self.transport.get_extra_info("peername") or "another process"
+            log.exception("the connection to %s broke", peer)
+            self.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._on_lost()
+
+    def pause_writing(self) -> None:
+        self.is_full = True
+
+    def resume_writing(self) -> None:
+        self.is_full = False
+        self._on_drained()

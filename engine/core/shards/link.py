@@ -23,7 +23,6 @@ from engine.core.shards.frames import FrameError, decode_frame, encode_frame
 from engine.core.shards.ring import RingClosedError
 
 _LENGTH = struct.Struct("<Q")
-SEAL_BYTES = hashlib.sha256().digest_size
 MAX_FRAME_BYTES = 2**31
 _MAX_GREETING_BYTES = 4096
 GREETING_S = 10.0  # max duration of a whole greeting
@@ -36,6 +35,8 @@ LINK_FILES = ("core/shards/frames.py", "core/shards/link.py")
 class Seal:
     """Makes the HMACs of the frames of one direction, in their order."""
 
+    num_bytes = hashlib.sha256().digest_size
+
     def __init__(self, key: bytes) -> None:
         self._keyed = hmac.new(key, digestmod=hashlib.sha256)
         self._number = 0
@@ -46,6 +47,10 @@ class Seal:
         mac.update(frame)
         self._number += 1
         return mac.digest()
+
+    def is_next(self, frame: bytes | bytearray, seal: bytes | bytearray) -> bool:
+        """Whether the seal is that of this frame, after those that came before it."""
+        return hmac.compare_digest(seal, self.next(frame))
 
 
 class TcpLink:
@@ -86,8 +91,8 @@ class TcpLink:
             raise FrameError(f"a frame of {length} bytes is over the limit")
         if self._received is None:
             return self._read(length)
-        seal, frame = self._read(SEAL_BYTES), self._read(length)
-        if not is_same_bytes(seal, self._received.next(frame)):
+        seal, frame = self._read(Seal.num_bytes), self._read(length)
+        if not self._received.is_next(frame, seal):
             raise FrameError("a frame was changed on its way")
         return frame
 
@@ -208,8 +213,4 @@ def proof_of(token: bytes, role: str, first: str, second: str) -> str:
 
 def is_same(given: str, expected: str) -> bool:
     """Compares proofs in constant time. What was given may be any text."""
-    return is_same_bytes(given.encode(), expected.encode())
-
-
-def is_same_bytes(given: bytes | bytearray, expected: bytes) -> bool:
-    return hmac.compare_digest(given, expected)
+    return hmac.compare_digest(given.encode(), expected.encode())

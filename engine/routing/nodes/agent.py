@@ -32,14 +32,15 @@ from engine.core.interfaces.request import (
 )
 from engine.frontend.engine_link import EngineLink
 from engine.frontend.request_recovery import Engine
-from engine.ipc.transport import failed_delta
+from engine.ipc.transport import Connection, failed_delta
 from engine.routing.nodes.dial import Endpoint, dial
 from engine.routing.nodes.wire import (
     BEAT_S,
     HELLO_TIMEOUT_S,
     LOST_AFTER_S,
+    MAX_UNSENT_BYTES,
+    MAX_UNSENT_RESULT_BYTES,
     Beat,
-    Connection,
     Drain,
     Hello,
     Leaving,
@@ -122,7 +123,9 @@ class Session:
     clock_shift_s: float = 0.0
 
     def __post_init__(self) -> None:
-        self.connection: Connection[ToNode] = Connection(ToNode, self._heard, self._lost)
+        self.connection: Connection[ToNode] = Connection(
+            ToNode, self._heard, self._lost, max_unsent_bytes=MAX_UNSENT_BYTES, is_sealed=True
+        )
         self._requests: dict[str, int] = {}  # request id -> number of choices that have not ended
         self._deltas: list[TokenDelta] = []
         self._controls: set[asyncio.Task[None]] = set()
@@ -134,7 +137,7 @@ class Session:
 
     def forward(self, request_id: str, delta: TokenDelta) -> None:
         """Send a delta with those of the same step, in one message."""
-        if delta.captured is not None and self.connection.is_behind:
+        if delta.captured is not None and self.connection.num_unsent > MAX_UNSENT_RESULT_BYTES:
             self.link.forget(self._own_id(request_id), None)
             slow = PayloadTooLargeError("The node's connection is too slow for results this large.")
             delta = failed_delta(request_id, delta.choice, slow)
@@ -151,7 +154,7 @@ class Session:
 
     def _flush(self) -> None:
         deltas, self._deltas = self._deltas, []
-        self.connection.tell(Deltas(tuple(deltas)))
+        self.connection.send(Deltas(tuple(deltas)))
 
     def _choice_ended(self, request_id: str) -> None:
         left = self._requests.get(request_id, 1) - 1
@@ -195,7 +198,7 @@ class Session:
             return
         except EngineError as error:  # it concerns this request alone
             refused = [failed_delta(request.request_id, choice, error) for choice in choices]
-            self.connection.tell(Deltas(tuple(refused)))
+            self.connection.send(Deltas(tuple(refused)))
             return
         self._requests[request.request_id] = len(choices)
 
@@ -206,7 +209,7 @@ class Session:
             reply = await self.link.control(control.action, control.value)
         except EngineError as error:
             reply = ControlReply(control.control_id, False, error.message)
-        self.connection.tell(msgspec.structs.replace(reply, control_id=control.control_id))
+        self.connection.send(msgspec.structs.replace(reply, control_id=control.control_id))
 
     def _lost(self) -> None:
         if not self.welcomed.done():
@@ -278,7 +281,7 @@ class NodeAgent:
     async def _drain(self, timeout_s: float) -> None:
         self._say("Leaving: open requests may finish, new ones go elsewhere.")
         for session in self._sessions:
-            session.connection.tell(Leaving())
+            session.connection.send(Leaving())
         deadline = time.monotonic() + timeout_s
         while any(each.num_open for each in self._sessions) and time.monotonic() < deadline:
             await asyncio.sleep(READY_POLL_S)
@@ -340,7 +343,7 @@ class NodeAgent:
 
     def _on_cached(self, news: CachedPrefixes) -> None:
         for session in self._sessions:
-            session.connection.tell(news)
+            session.connection.send(news)
 
     async def _beat(self) -> None:
         """Tell the servers that this node is well, and notice servers that are gone."""
@@ -356,4 +359,4 @@ class NodeAgent:
                 if session.connection.silent_s > LOST_AFTER_S:
                     session.connection.transport.abort()
                 elif is_well:
-                    session.connection.tell(Beat(stats))
+                    session.connection.send(Beat(stats))

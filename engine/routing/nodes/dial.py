@@ -26,6 +26,7 @@ from engine.core.errors import (
     UnavailableError,
 )
 from engine.core.shards.link import Seal, is_same, proof_of, seals_of
+from engine.ipc.transport import Connection
 from engine.routing.nodes.proofs import proof_for
 from engine.routing.nodes.wire import (
     BUILD_HEADER,
@@ -34,7 +35,6 @@ from engine.routing.nodes.wire import (
     NONCE_HEADER,
     PROOF_HEADER,
     UPGRADE,
-    Connection,
     node_build,
 )
 

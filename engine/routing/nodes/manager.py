@@ -152,7 +152,7 @@ class NodeManager:
             await self.register(node, hello)
         except EngineError as error:
             log.warning("node %s (%s) was refused: %s", hello.name, node.address, error.message)
-            node.connection.tell(Refused(error.message, isinstance(error, NodeRefusedError)))
+            node.connection.send(Refused(error.message, isinstance(error, NodeRefusedError)))
             node.connection.transport.close()
 
     async def register(self, node: Node, hello: Hello) -> None:
@@ -181,7 +181,7 @@ class NodeManager:
         await engine.link.start()
         if not node.connection.is_open:
             return
-        node.connection.tell(Welcome(name, time.monotonic()))
+        node.connection.send(Welcome(name, time.monotonic()))
         pool.begin(engine)
         log.info("node %s joined from %s", name, node.address)
 
@@ -292,7 +292,7 @@ class NodeManager:
         """Ask a node to leave when its open requests have ended."""
         for node in self._nodes.values():
             if node.engine is not None and node.engine.name == name:
-                node.connection.tell(Drain())
+                node.connection.send(Drain())
                 return
         raise NotFoundError(f"There is no node {name} here.", param="name")
 
@@ -324,7 +324,7 @@ class NodeManager:
             if now - beat_at >= ROUTER_BEAT_S:
                 beat_at = now
                 for node in self._nodes.values():
-                    node.connection.tell(Beat())
+                    node.connection.send(Beat())
 
 
 def _refused(status: str, message: str, challenge: str) -> bytes:

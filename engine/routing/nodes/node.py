@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from typing import Any, Protocol
 
-from engine.core.errors import ConflictError
+from engine.core.errors import ConflictError, UnavailableError
 from engine.core.interfaces.request import (
     CachedPrefixes,
     ControlReply,
@@ -15,9 +15,10 @@ from engine.core.interfaces.request import (
 )
 from engine.frontend.engine_client import OnExit, OnMessage
 from engine.ipc.heartbeat import Vitals
+from engine.ipc.transport import Connection
 from engine.routing.nodes.pool import NodePool
 from engine.routing.nodes.pooled import PooledEngine
-from engine.routing.nodes.wire import Beat, Connection, FromNode, Hello, Leaving
+from engine.routing.nodes.wire import MAX_UNSENT_BYTES, Beat, FromNode, Hello, Leaving
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +52,8 @@ class NodeClient:
         self.on_message(self._node.hello.ready)
 
     def send(self, message: ToEngine) -> None:
-        self._node.connection.send(message)
+        if not self._node.connection.send(message):
+            raise UnavailableError("The node is gone.", retry_after=1.0)
 
     def vitals(self) -> Vitals | None:
         return None  # the node watches its own engine
@@ -82,7 +84,9 @@ class Node:
         self.pool: NodePool | None = None
         self.engine: PooledEngine | None = None
         self.client: NodeClient | None = None
-        self.connection: Connection[FromNode] = Connection(FromNode, self._heard, self._lost)
+        self.connection: Connection[FromNode] = Connection(
+            FromNode, self._heard, self._lost, max_unsent_bytes=MAX_UNSENT_BYTES, is_sealed=True
+        )
 
     def make_client(self, on_message: OnMessage, on_exit: OnExit) -> NodeClient:
         self.client = NodeClient(self, on_message, on_exit)

@@ -8,6 +8,7 @@ from collections import deque
 
 from starlette.types import Message, Receive, Scope, Send
 
+from engine.ipc.transport import Connection
 from engine.servers.http.protocol import CycleBody, direct_body
 from engine.servers.http_workers.messages import (
     Blocked,
@@ -21,13 +22,12 @@ from engine.servers.http_workers.messages import (
     ToWriter,
     Want,
 )
-from engine.servers.http_workers.pipe import Pipe
 
 
 class Forwarder:
     """An ASGI application over the main process at the other end of `pipe`."""
 
-    def __init__(self, pipe: Pipe[ToWriter]) -> None:
+    def __init__(self, pipe: Connection[ToWriter]) -> None:
         self._pipe = pipe
         self._numbers = itertools.count(1)
         self._requests: dict[int, Forwarded] = {}
@@ -56,7 +56,7 @@ class Forwarder:
 class Forwarded:
     """One request. What the main process sends is written at once, or queued for `run`."""
 
-    def __init__(self, number: int, pipe: Pipe[ToWriter], body: CycleBody) -> None:
+    def __init__(self, number: int, pipe: Connection[ToWriter], body: CycleBody) -> None:
         self._number = number
         self._pipe = pipe
         self._body = body

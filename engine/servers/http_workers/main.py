@@ -14,7 +14,7 @@ import sys
 
 from engine.core.observability.logging import setup_logging
 from engine.core.sandbox.processes import die_with_parent, keep_all
-from engine.ipc.transport import ConnectionClosedError, SocketChannel
+from engine.ipc.transport import Connection, ConnectionClosedError, SocketChannel
 from engine.servers.http.protocol import (
     CLOSE_TIMEOUT_S,
     event_loop,
@@ -24,7 +24,6 @@ from engine.servers.http.protocol import (
 )
 from engine.servers.http_workers.forwarder import Forwarder
 from engine.servers.http_workers.messages import Close, Hello, Load, Setup, Taken, ToWriter
-from engine.servers.http_workers.pipe import Pipe
 
 # The name is not __name__, because this module runs as __main__.
 logger = logging.getLogger("engine.servers.http_workers.main")
@@ -39,7 +38,7 @@ class WriterProcess:
     def __init__(self, setup: Setup, sock: socket.socket, door: socket.socket) -> None:
         self._sock = sock
         self._door = door
-        self._pipe: Pipe[ToWriter] = Pipe(ToWriter, self._on_message, self._on_lost)
+        self._pipe: Connection[ToWriter] = Connection(ToWriter, self._on_message, self._on_lost)
         self._forwarder = Forwarder(self._pipe)
         self._server = http_server(self._forwarder, CLOSE_TIMEOUT_S, setup.tls)
         self._connecting: set[asyncio.Task[None]] = set()
@@ -115,8 +114,12 @@ def main(socket_fd: int, door_fd: int, parent_pid: int) -> int:
     raise_file_limit()
     keep_all()
     with asyncio.Runner(loop_factory=event_loop()) as runner:
-        runner.run(WriterProcess(setup, sock, door).run())
+        runner.run(_serve(setup, sock, door))
     return 0
+
+
+async def _serve(setup: Setup, sock: socket.socket, door: socket.socket) -> None:
+    await WriterProcess(setup, sock, door).run()
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from engine.core.sandbox.processes import socket_pair, start_child
 from engine.core.sandbox.silence import Silence
 from engine.frontend.liveness_monitor import LivenessMonitor, Verdict, trouble_of
 from engine.ipc.heartbeat import UNKNOWN_STEP_TIMEOUT_S, Vitals
+from engine.ipc.transport import Connection
 from engine.servers.http_workers.exchange import Exchange
 from engine.servers.http_workers.messages import (
     Blocked,
@@ -33,7 +34,6 @@ from engine.servers.http_workers.messages import (
     Setup,
     Taken,
 )
-from engine.servers.http_workers.pipe import Pipe
 
 logger = logging.getLogger(__name__)
 
@@ -72,9 +72,10 @@ class Writer:
         self._tasks: set[asyncio.Task[None]] = set()
         self._batch: list[tuple[int, bytes]] = []
         self._batch_bytes = 0
-        self._pipe: Pipe[FromWriter] = Pipe(FromWriter, self._on_message, self._end, self._wake_all)
+        self._pipe: Connection[FromWriter] = Connection(
+            FromWriter, self._on_message, self._end, on_drained=self._wake_all
+        )
         self._loop = asyncio.get_running_loop()
-        self._heard_at = self._loop.time()
         self._door, self._child, self._sock = self._start()
         self._silence = Silence(self._child.pid)
 
@@ -99,8 +100,7 @@ class Writer:
     @property
     def _vitals(self) -> Vitals:
         """Once it is ready, it sends a message twice a second."""
-        silent_s = self._loop.time() - self._heard_at
-        counted_s = self._silence.counted(silent_s, is_loading=not self.is_ready)
+        counted_s = self._silence.counted(self._pipe.silent_s, is_loading=not self.is_ready)
         cause = self._silence.cause
         return Vitals(None, UNKNOWN_STEP_TIMEOUT_S, silent_s=counted_s, cause=cause)
 
@@ -151,7 +151,7 @@ class Writer:
         await self._child.stop(CLOSE_GRACE_S)
         for connection in self.not_taken():
             connection.close()
-        self._pipe.close()
+        self._pipe.abort()
         self._door.close()
 
     def kill(self) -> None:
@@ -188,7 +188,6 @@ class Writer:
             self._pipe.send(Chunks(batch))
 
     def _on_message(self, message: FromWriter) -> None:
-        self._heard_at = self._loop.time()
         if isinstance(message, Opened):
             if not self._opened:
                 self._loop.call_soon(self._begin_some)

@@ -201,15 +201,15 @@ MUTATIONS = [
     Mutation(
         "ipc: a part of a frame is taken for a whole one",
         "engine.ipc.transport",
-        "            if len(self._buffer) < end:\n",
-        "            if len(self._buffer) < length:\n",
+        "            if len(self._buffer) < sealed_end:\n",
+        "            if len(self._buffer) < sealed_end - LENGTH.size:\n",
         f"{FRAME_TESTS}::test_messages_are_decoded_for_any_split_of_the_bytes",
     ),
     Mutation(
         "ipc: frames of any length are collected",
         "engine.ipc.transport",
-        "            if length > MAX_FRAME_BYTES:\n",
-        "            if length > 16 * MAX_FRAME_BYTES:\n",
+        "    if length > MAX_FRAME_BYTES:\n",
+        "    if length > 16 * MAX_FRAME_BYTES:\n",
         f"{FRAME_TESTS}::test_an_oversized_frame_is_refused_by_its_length_prefix",
     ),
     Mutation(

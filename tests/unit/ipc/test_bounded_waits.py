@@ -24,6 +24,7 @@ SUPERVISORS = (
     "engine.plugins.host",
     "engine.routing.nodes",
     "engine.routing.ray_nodes",
+    "engine.servers.storage.job_queue",
     "engine.servers.fine_tuning.runner",
     "engine.servers.http_workers.pool",
     "engine.servers.http_workers.writer",
@@ -43,6 +44,7 @@ ENDED_BY = {
     "routing.nodes.agent.NodeAgent._stay": "the watch of the connection, after three seconds",
     "routing.nodes.dial._ask": "the timeout of the greeting, in `_open`",
     "routing.ray_nodes.actors.NodeProcess._run": "the node, which watches its own engine",
+    "servers.storage.job_queue.JobQueue.holds": "nobody waits: a lock that is taken is False",
 }
 
 

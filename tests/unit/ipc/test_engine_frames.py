@@ -1,5 +1,6 @@
 """What lies between a frontend and its engine's process: frames on a socket, a pulse in memory."""
 
+import asyncio
 import signal
 import socket
 import threading
@@ -18,7 +19,8 @@ from engine.core.interfaces.request import (
     ToEngine,
     TokenDelta,
 )
-from engine.frontend.engine_client import QueueChannel, _Connection
+from engine.core.shards.link import Seal
+from engine.frontend.engine_client import QueueChannel, joined
 from engine.ipc import heartbeat as heartbeat_module
 from engine.ipc.heartbeat import (
     INTERRUPT_SIGNAL,
@@ -31,6 +33,7 @@ from engine.ipc.heartbeat import (
 from engine.ipc.transport import (
     LENGTH,
     MAX_FRAME_BYTES,
+    Connection,
     ConnectionClosedError,
     FrameDecoder,
     SocketChannel,
@@ -69,9 +72,31 @@ async def test_deltas_of_steps_that_arrive_together_are_joined_in_order():
     first, second, third = (Deltas((TokenDelta("r", 0, (token,)),)) for token in range(3))
     messages = []
     data = b"".join(map(encode_frame, [first, second, Fatal("code", "message"), third]))
-    _Connection(messages.append).data_received(data)
-    joined = Deltas(first.deltas + second.deltas)
-    assert messages == [joined, Fatal("code", "message"), third]
+    Connection(FromEngine, messages.append, print, join=joined).data_received(data)
+    both = Deltas(first.deltas + second.deltas)
+    assert messages == [both, Fatal("code", "message"), third]
+
+
+@pytest.mark.parametrize("attack", ["change", "repeat", "drop", "unseal"])
+def test_a_sealed_frame_is_taken_only_unchanged_and_in_its_place(attack):
+    sent = Seal(b"key")
+    first, second = (frame + sent.next(frame) for frame in map(encode_frame, MESSAGES[:2]))
+    wrong = {
+        "change": first[:-1] + bytes([first[-1] ^ 1]),
+        "repeat": first + first,
+        "drop": second,
+        "unseal": encode_frame(MESSAGES[0]) + second,
+    }
+    assert FrameDecoder(ToEngine, Seal(b"key")).feed(first + second) == MESSAGES[:2]
+    with pytest.raises(EngineError, match="changed on its way"):
+        FrameDecoder(ToEngine, Seal(b"key")).feed(wrong[attack])
+
+
+async def test_a_connection_that_must_be_sealed_is_not_used_without_seals():
+    connection = Connection(ToEngine, print, print, is_sealed=True)
+    with pytest.raises(EngineError, match="no seals"):
+        connection.connection_made(asyncio.Transport())
+    assert not connection.is_open and not connection.send(MESSAGES[0])
 
 
 def test_an_oversized_frame_is_refused_by_its_length_prefix():

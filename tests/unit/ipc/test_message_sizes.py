@@ -15,6 +15,8 @@ import engine
 from engine.core.errors import PayloadTooLargeError, UnavailableError
 from engine.core.interfaces.request import (
     Abort,
+    CachedPrefixes,
+    Control,
     ControlReply,
     Deltas,
     FromEngine,
@@ -31,12 +33,11 @@ from engine.core.shards.frames import encode_frame as encode_shard
 from engine.core.shards.link import TcpLink
 from engine.frontend.request_recovery import OpenRequest, OpenRequests
 from engine.ipc import transport
-from engine.ipc.transport import FrameDecoder, SocketChannel, encode_frame
+from engine.ipc.transport import Connection, FrameDecoder, SocketChannel, encode_frame, frames_of
 from engine.routing.nodes.agent import Session
 from engine.routing.nodes.wire import MAX_UNSENT_RESULT_BYTES
 from engine.servers.http_workers.exchange import Exchange
 from engine.servers.http_workers.messages import Chunks, Opened
-from engine.servers.http_workers.pipe import Pipe
 from engine.servers.http_workers.writer import MAX_CHUNK_BYTES, Writer
 from tests.support.servers.node_cluster import NoEngine, node, routed
 
@@ -47,6 +48,7 @@ FRAMINGS = {
     "core/shards/link.py": "send refuses",
     "core/shards/frames.py": "the lengths are inside a frame",
     "core/shards/ring.py": "a frame is sent in pieces",
+    "core/grammar/wire.py": "grammars are parts of HTTP bodies, and answers are short",
     "servers/kserve/tensors.py": "the lengths are inside an HTTP body",
 }
 
@@ -64,7 +66,7 @@ def request(name: str = "r", **fields: Any) -> GenerateRequest:
 def test_every_module_with_message_framing_is_in_the_table() -> None:
     root = Path(engine.__file__).parent
     framing = re.compile(r"\b(_?LENGTHS?|_BELL)\.pack\(|\bstruct\.pack\(|len\(\w+\)\.to_bytes\(")
-    processes = ("ipc", "routing", "servers", "core/shards", "plugins", "runtime")
+    processes = ("ipc", "routing", "servers", "core/shards", "core/grammar", "plugins", "runtime")
     found = {
         str(path.relative_to(root))
         for path in root.rglob("*.py")
@@ -115,6 +117,13 @@ def test_a_request_that_is_too_large_is_a_client_error(limit: int) -> None:
     assert [each.request_id for each in sent] == ["small"]
 
 
+def test_a_command_that_is_too_large_is_not_dropped_in_silence(limit: int) -> None:
+    with pytest.raises(PayloadTooLargeError):
+        frames_of(Control(1, "load_adapter", "x" * limit))
+    news = CachedPrefixes(tuple(range(2**40, 2**40 + limit)))
+    assert frames_of(news) == []  # nobody waits for it
+
+
 async def test_a_revived_request_that_is_too_large_fails_alone(limit: int) -> None:
     ended: dict[str, Any] = {}
     sent: list[str] = []
@@ -158,7 +167,7 @@ async def test_a_node_refuses_a_request_that_is_too_large_for_its_engine() -> No
         lambda: None,
     )
     told: list[Any] = []
-    session.connection.tell = told.append  # type: ignore[method-assign]
+    session.connection.send = told.append  # type: ignore[method-assign]
     session._heard(request("r"))
     ((delta,),) = [each.deltas for each in told]
     assert (delta.request_id, delta.error_code) == ("r", "PAYLOAD_TOO_LARGE")
@@ -170,7 +179,7 @@ async def test_a_result_too_large_for_a_slow_connection_fails_alone() -> None:
     link = SimpleNamespace(forget=lambda *each: forgotten.append(each), done=lambda name: None)
     session = Session(link, 1, asyncio.get_running_loop().create_future(), lambda: None)
     told: list[Any] = []
-    session.connection.tell = told.append  # type: ignore[method-assign]
+    session.connection.send = told.append  # type: ignore[method-assign]
     full = SimpleNamespace(get_write_buffer_size=lambda: MAX_UNSENT_RESULT_BYTES + 1)
     session.connection.transport = full  # type: ignore[assignment]
     session.forward("large", TokenDelta("own", 0, captured=b"x"))
@@ -184,8 +193,8 @@ async def test_a_result_too_large_for_a_slow_connection_fails_alone() -> None:
 async def test_an_http_workers_pipe_refuses_large_messages_and_splits_answers(limit: int) -> None:
     ours, theirs = socket.socketpair()
     received: list[Any] = []
-    one: Pipe[Any] = Pipe(Abort, received.append, lambda: None)
-    other: Pipe[Any] = Pipe(Abort, received.append, lambda: None)
+    one: Connection[Any] = Connection(Abort, received.append, lambda: None)
+    other: Connection[Any] = Connection(Abort, received.append, lambda: None)
     await one.connect(ours)
     await other.connect(theirs)
     with pytest.raises(PayloadTooLargeError):
@@ -195,8 +204,8 @@ async def test_an_http_workers_pipe_refuses_large_messages_and_splits_answers(li
         while not received:
             await asyncio.sleep(0)
     assert received == [Abort("r")]
-    one.close()
-    other.close()
+    one.abort()
+    other.abort()
 
 
 @pytest.mark.parametrize("is_direct", [False, True])

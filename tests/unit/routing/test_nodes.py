@@ -24,7 +24,7 @@ from engine.core.interfaces.request import (
 )
 from engine.core.interfaces.stats import EngineStats, StepCounts, TierStats
 from engine.core.prefix_hashes import prompt_hashes
-from engine.ipc.transport import encode_frame
+from engine.ipc.transport import Connection, encode_frame
 from engine.routing.nodes import agent as agent_module
 from engine.routing.nodes import manager as manager_module
 from engine.routing.nodes import node as node_module
@@ -33,7 +33,7 @@ from engine.routing.nodes.agent import RefusedError
 from engine.routing.nodes.dial import check, dial, endpoint_of, read_token
 from engine.routing.nodes.manager import EJECTED_AFTER_S, NodeManager
 from engine.routing.nodes.pool import LOCAL
-from engine.routing.nodes.wire import MAX_UNSENT_BYTES, Beat, Connection, Hello, Name, ToNode
+from engine.routing.nodes.wire import MAX_UNSENT_BYTES, Beat, Hello, Name, ToNode
 from tests.support.servers.node_cluster import TOKEN, NoEngine, node, routed, until
 from tests.support.toy_engine.runner import VOCAB
 
@@ -180,7 +180,7 @@ async def test_hostile_messages_of_a_node_do_not_affect_requests_of_other_nodes(
                 for each in message.deltas[:1000]
             ]
             message = Deltas((*message.deltas, *aimed))
-        session.connection.tell(message)
+        session.connection.send(message)
         answers = await asyncio.gather(*asked, return_exceptions=True)
         for place, answer, right in zip(placed.values(), answers, expected, strict=True):
             assert place == "node" or answer[0] == right
@@ -205,7 +205,7 @@ async def test_a_node_with_impossible_statistics_is_disconnected(kind: str) -> N
     async with routed(NoEngine()) as server, node(server) as bad:
         await until(lambda: bad._sessions)
         (session,) = bad._sessions
-        session.connection.tell(Beat(UNSOUND[kind]))
+        session.connection.send(Beat(UNSOUND[kind]))
         await until(lambda: session.closed.is_set())
         await server.joined("node")
         (expected,) = await alone([prompt(1)])
@@ -223,7 +223,7 @@ async def test_a_node_that_sends_impossible_tokens_is_dropped(
         asked = asyncio.create_task(server.ask(prompt(1), max_tokens=40, request_id="r"))
         await until(lambda: "r" in server.pool._placed and bad._sessions)
         (session,) = bad._sessions
-        session.connection.tell(Deltas(tuple(TokenDelta("r", 0, (each,)) for each in tokens)))
+        session.connection.send(Deltas(tuple(TokenDelta("r", 0, (each,)) for each in tokens)))
         text, _ = await asked
         assert text == expected
 
