@@ -52,7 +52,7 @@ class Scheduler(SequenceTable):
         """
         self._step += 1
         self.clock.plan(now)
-        budget, kept = self._newcomers.room(
+        budget, kept = self._new_tenants.room(
             budget, self._waiting.tenants() if self._free_slots else (), self._running
         )
         is_crowded = self._is_crowded(budget)

@@ -44,7 +44,7 @@ class SequenceTable:
         # For each request id, the choices of the request that have not ended.
         self._requests: dict[str, list[Sequence]] = {}
         self._waiting = WaitingQueue()
-        self._newcomers = NewTenantReserve()
+        self._new_tenants = NewTenantReserve()
         self._running: list[Sequence] = []  # most senior first
         self._resumed: list[Sequence] = []  # see `is_catching_up`
         self._inflight = InflightPrefixes(kv.block_size)

@@ -25,7 +25,7 @@ from engine.frontend.request_recovery import OpenRequest, Receiver
 from engine.routing.monotonic_stats import MonotonicStats, summed
 from engine.routing.nodes.pooled import PooledEngine
 from engine.routing.nodes.prefill import Prefill, Prefills
-from engine.routing.nodes.request_router import Choice, RequestRouter
+from engine.routing.nodes.request_router import ChosenEngine, RequestRouter
 
 log = logging.getLogger(__name__)
 
@@ -175,7 +175,7 @@ class NodePool:
             return None if own is None or not own.link.accepts else (own, "no other is here")
         return self._by_number(choice.engine), choice.why
 
-    def _route(self, request: GenerateRequest, among: int) -> Choice | None:
+    def _route(self, request: GenerateRequest, among: int) -> ChosenEngine | None:
         """Choose an engine. A whole request goes to a prefill node only if no other is here. Only
         this server's own engine has the files of adapters.
         """

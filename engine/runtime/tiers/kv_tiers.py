@@ -15,7 +15,7 @@ from engine.core.interfaces.stats import TierStats
 from engine.runtime.model_runner import NULL_BLOCK, Bytes, Group, RunnerSpec
 from engine.runtime.tiers.base import Tier, record_name
 from engine.runtime.tiers.health import WatchedTier
-from engine.runtime.tiers.jobs import Batch, ReadJob, WriteJob
+from engine.runtime.tiers.jobs import LoadedBlocks, ReadJob, WriteJob
 from engine.runtime.tiers.offload_worker import MAX_ALL_AHEAD_BYTES, OffloadWorker
 from engine.runtime.tiers.peers import PeerTier
 from engine.runtime.tiers.record import BlockKey, RecordShape, chain, root_key
@@ -262,7 +262,7 @@ class KVTiers:
                 self._mover.drop(job)  # the pool is full, or an earlier block was evicted
                 job.ready.clear()
 
-    def _put(self, seq: "Seq", batch: Batch) -> bool:
+    def _put(self, seq: "Seq", batch: LoadedBlocks) -> bool:
         end = batch.first + len(batch.rows)
         rows = cast(Bytes, batch.rows)  # a list only if the runner is a `PinnedMover`
         if batch.group == "full":
@@ -281,7 +281,7 @@ class KVTiers:
         column = self._columns.index(batch.group)
         return self._kv.adopt_entries(seq, column, batch.first, end, fill_entries)
 
-    def _remember(self, seq: "Seq", batch: Batch) -> None:
+    def _remember(self, seq: "Seq", batch: LoadedBlocks) -> None:
         """Note where blocks came from."""
         now = time.monotonic()
         for key in seq.keys[batch.first : batch.first + len(batch.rows)]:
