@@ -235,7 +235,7 @@ class EmbeddedEngine:
     async def events(
         self, asked: PreparedRequest, answer: GrowingOutput | None = None
     ) -> AsyncIterator[Event]:
-        """The events of a request. The answer, if there is one, is told the prompt's tokens."""
+        """The events of a request. If an answer is given, it gets the tokens of the prompt."""
         source = await self.backend.open(asked.request)
         try:
             if answer is not None and isinstance(source, Generation):

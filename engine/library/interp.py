@@ -133,7 +133,7 @@ class SiteProxy:
         return self._edit("ablate", where)
 
     def patch(self, saved: Saved, source: Positions = "all", **where: Any) -> "SiteProxy":
-        """Replace values by those that an earlier trace saved. `source` are positions there."""
+        """Replace values by those that an earlier trace saved at the positions `source`."""
         if saved.reading is None:
             raise InvalidRequestError("patch takes a value of a trace that has ended")
         origin = {"id": saved.reading.id, "site": saved.site, "positions": _places(source)}

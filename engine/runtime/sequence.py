@@ -162,7 +162,9 @@ class Sequence:
 
     @property
     def must_catch_up(self) -> bool:
-        """Whether the sequence has no more tokens yet than an engine that died had generated."""
+        """Whether the sequence continues after the death of its engine, and has no new token yet:
+        only those that the dead engine had generated.
+        """
         return self.finish_reason is None and self.num_generated == self.num_resumed
 
     @property

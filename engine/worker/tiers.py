@@ -82,7 +82,7 @@ def add_tiers(
 
 
 def _add_server(kv: KVCache, outgoing: HostTier, peers: PeerOptions, mover: OffloadWorker) -> None:
-    """Let other engines fetch blocks. The server starts when it is told the token."""
+    """Let other engines fetch blocks. The block server starts when it gets its token."""
     assert kv.tiers is not None
     files = (peers.cert_file, peers.key_file) if peers.cert_file else None
     try:

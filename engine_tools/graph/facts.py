@@ -80,9 +80,9 @@ class StepFacts:
 
 @dataclass(frozen=True, slots=True)
 class PlaceFacts:
-    """A memory range in the activation arena, called a place. Buffers that are not needed at the
-    same time share a place. A place has room for `floats` numbers per row. `per` says what a row is
-    here: a token, or a token whose logits are computed.
+    """A memory range of the activation arena. Buffers that are not in use at the same time share
+    one. It holds `floats` numbers for each token, or for each token whose logits are computed;
+    `per` says which.
     """
 
     floats: int

@@ -62,7 +62,7 @@ MAX_CONTROLS = 64  # of one server at once
 
 
 class JoinRefusedError(EngineError):
-    """This node can't work for a server. The message says why; mostly it is the server's."""
+    """The server refused this node for good. The message is mostly the server's and says why."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,7 +105,7 @@ class NodePool:
         self.router.set_usable(engine.number, engine.state == "ready")
 
     def drain(self, engine: PooledEngine) -> None:
-        """Send no new requests to an engine. Its open ones go on."""
+        """Send no new requests to an engine. Its open requests continue."""
         engine.is_leaving = True
         self.refresh(engine)
 
@@ -188,7 +188,7 @@ class NodePool:
         return found
 
     def _look_at(self, own: PooledEngine) -> None:
-        """This server's own engine dies and comes back without a message to the pool."""
+        """Check whether this server's own engine died or is back. It does not notify the pool."""
         self.refresh(own)
         if own.link.is_up and own.num_restarts != own.link.num_restarts:
             own.num_restarts = own.link.num_restarts

@@ -26,7 +26,7 @@ def vector_store(services: Services) -> VectorStore:
 
 
 class InterpOpener:
-    """Takes requests in the backend's place: adds what they read and change."""
+    """Opens requests at the backend, with the captures and edits of `spec` added to them."""
 
     def __init__(
         self,
