@@ -14,9 +14,9 @@ from engine.core.interfaces.stats import EngineStats
 from engine.core.store.catalogue import DEFAULT_MODEL
 from engine.library.arguments import EngineArgs
 from engine.library.embedded import (
-    Asked,
     EmbeddedEngine,
     Messages,
+    PreparedRequest,
     Prompt,
     batch_of,
 )
@@ -197,7 +197,7 @@ class LLM:
         """The gauges and counters that the engine reported last. None before its first report."""
         return self.engine.backend.stats()
 
-    def _run(self, asked: list[Asked], use_tqdm: Progress) -> list[RequestOutput]:
+    def _run(self, asked: list[PreparedRequest], use_tqdm: Progress) -> list[RequestOutput]:
         bar = _bar(use_tqdm, len(asked))
 
         def on_done(_: RequestOutput) -> None:

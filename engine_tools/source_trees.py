@@ -11,7 +11,7 @@ PACKAGES = ("engine", "engine_tools")
 
 
 @dataclass(frozen=True, eq=False)
-class Source:
+class SourceFile:
     path: Path
     text: str
     tree: ast.Module
@@ -30,12 +30,12 @@ class Source:
 
 
 @cache
-def sources(*folders: str) -> tuple[Source, ...]:
+def sources(*folders: str) -> tuple[SourceFile, ...]:
     """The sources below these folders; of both packages if none is named."""
     roots = [ROOT / each for each in folders or PACKAGES]
     paths = sorted(path for root in roots for path in root.rglob("*.py"))
     texts = [(path, path.read_text(encoding="utf-8")) for path in paths]
-    return tuple(Source(path, text, ast.parse(text)) for path, text in texts)
+    return tuple(SourceFile(path, text, ast.parse(text)) for path, text in texts)
 
 
 @cache
@@ -48,11 +48,11 @@ def is_within(module: str, room: str) -> bool:
 
 
 @cache
-def imports(source: Source) -> tuple[tuple[ast.AST, str], ...]:
+def imports(source: SourceFile) -> tuple[tuple[ast.AST, str], ...]:
     return tuple(find_imports(source))
 
 
-def find_imports(source: Source) -> Iterator[tuple[ast.AST, str]]:
+def find_imports(source: SourceFile) -> Iterator[tuple[ast.AST, str]]:
     """Every imported module, also inside functions; `from a import b` gives a.b if that is one."""
     known = module_names()
     for node in source.nodes:

@@ -19,7 +19,7 @@ import numpy as np
 from benchmarks.features.control_vector import FLOAT, Scores, answers, free_port, largest, theirs
 from engine.conversion.convert import convert
 from engine.conversion.gguf_writer import gguf_bytes
-from engine.conversion.stored import StoredTensor
+from engine.conversion.stored import TargetTensor
 from engine.core.store.model_store import resolve_model
 from engine.weights.gguf import open_gguf
 
@@ -40,7 +40,7 @@ def write_adapter(path: Path, base: Path) -> None:
             for kind, shape in (("lora_a", (RANK, columns)), ("lora_b", (rows, RANK))):
                 values = rng.normal(0, STD, shape).astype(np.float32).view(np.uint8)
                 pieces = partial(iter, [values])
-                tensors.append(StoredTensor(f"{name}.{kind}", shape, "F32", pieces))
+                tensors.append(TargetTensor(f"{name}.{kind}", shape, "F32", pieces))
         metadata = {
             "general.type": "adapter",
             "general.architecture": str(checkpoint.metadata["general.architecture"]),

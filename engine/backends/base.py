@@ -163,7 +163,7 @@ class InferenceBackend(ABC):
     totals_survive_restarts: bool = False
     # Set by a router, and called when an engine died. Returns whether another backend continues the
     # request.
-    on_orphan: Callable[[InterruptedRequest], bool] | None = None
+    on_interrupted: Callable[[InterruptedRequest], bool] | None = None
 
     @property
     def is_accelerated(self) -> bool:

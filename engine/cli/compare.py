@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from engine_tools.compare.contenders import Contender
     from engine_tools.compare.prompts import ComparedPrompt
     from engine_tools.compare.report import ComparedBackend
-    from engine_tools.compare.run import Plan, Trial
+    from engine_tools.compare.run import CompareTrial, Plan
 
 MIN_BACKENDS = 2
 BackendsOption = Annotated[
@@ -114,7 +114,7 @@ def _contenders(
     return found
 
 
-async def _run(contenders: "list[Contender]", plan: "Plan") -> "list[Trial]":
+async def _run(contenders: "list[Contender]", plan: "Plan") -> "list[CompareTrial]":
     from engine_tools.compare.run import run_all
 
     with messages().status("") as status:

@@ -13,7 +13,7 @@ import typer
 from engine.cli.console import ApiKeyFileOption, JsonOption, messages, output, read_api_key
 
 if TYPE_CHECKING:
-    from engine_tools.conformance.rule import Result
+    from engine_tools.conformance.rule import RuleResult
     from engine_tools.conformance.target import Target
 
 
@@ -51,7 +51,7 @@ def conformance(
 
 async def _run(
     url: str, model: str | None, api_key: str | None, only: list[str], timeout_s: float
-) -> "tuple[Target, list[Result]]":
+) -> "tuple[Target, list[RuleResult]]":
     from engine_tools.conformance.rules import GROUPS
     from engine_tools.conformance.run import find_target, new_client, run_rules
 

@@ -11,7 +11,7 @@ from engine.core.errors import ConfigError, ModelFormatError, NotFoundError
 
 if TYPE_CHECKING:
     from engine.core.store.catalogue import CatalogueEntry
-    from engine.core.store.fit import Machine
+    from engine.core.store.fit import MachineMemory
     from engine.core.store.model_store import StoredModel
     from engine.weights.model import ModelSource
 
@@ -301,12 +301,12 @@ def model_rows() -> list[dict[str, Any]]:
     return rows
 
 
-def _fit(size: int | None, machine: "Machine") -> dict[str, Any]:
+def _fit(size: int | None, machine: "MachineMemory") -> dict[str, Any]:
     fits = None if size is None else size <= machine.usable
     return {"quants": [], "fits": fits}
 
 
-def _quant_fit(entry: "CatalogueEntry", machine: "Machine") -> dict[str, Any]:
+def _quant_fit(entry: "CatalogueEntry", machine: "MachineMemory") -> dict[str, Any]:
     """The quants of an entry, and the name and the size of the one that `engine pull` chooses."""
     from engine.core.store.fit import best_quant, needed_bytes
 

@@ -156,7 +156,7 @@ def _serve(config: Path | None, flags: dict[str, Any]) -> None:
 
 
 def _check_role(settings: "Settings") -> None:
-    """The engine of a server may go on with the prompts of prefill nodes, but it is none."""
+    """Refuses the role prefill: the engine of a server can only use the work of prefill nodes."""
     if settings.nodes.role == "prefill":
         from engine.core.errors import ConfigError
 

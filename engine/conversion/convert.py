@@ -45,7 +45,7 @@ from engine.conversion.stored import (
     EMPTY,
     PLAIN_TYPES,
     Bytes,
-    StoredTensor,
+    TargetTensor,
     most_bytes,
     plain_type,
     stored_array,
@@ -69,7 +69,7 @@ _SAFETENSORS_ALIGNMENT = 8
 
 
 def safetensors_bytes(
-    tensors: Sequence[StoredTensor], metadata: Mapping[str, str]
+    tensors: Sequence[TargetTensor], metadata: Mapping[str, str]
 ) -> Iterator[Bytes]:
     """Yields the content of a safetensors file, in chunks. `metadata` goes into the header."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
@@ -232,7 +232,7 @@ _WRITERS = {"gguf": _write_gguf, "safetensors": _write_safetensors, "llama2c": _
 
 def gguf_parts(
     model: ModelSource, dtype: str | None, columns: Importance = EMPTY
-) -> tuple[dict[str, Any], list[StoredTensor]]:
+) -> tuple[dict[str, Any], list[TargetTensor]]:
     """The metadata and tensors for a GGUF file of the model."""
     rope = model.config.rope
     tensors = stored_tensors(
@@ -267,7 +267,7 @@ def stated_metadata(model: ModelSource) -> dict[str, Any]:
     return gguf_metadata(config) | stated | gguf_tokenizer(model.path, config.vocab_size)
 
 
-def _hf_tensors(model: ModelSource, dtype: str | None) -> list[StoredTensor]:
+def _hf_tensors(model: ModelSource, dtype: str | None) -> list[TargetTensor]:
     return stored_tensors(
         model.weights.values(), "safetensors", lambda weight: plain_type(weight, dtype)
     )

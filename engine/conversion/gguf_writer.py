@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from engine.architectures.base import ModelConfig
-from engine.conversion.stored import Bytes, StoredTensor, most_bytes
+from engine.conversion.stored import Bytes, TargetTensor, most_bytes
 from engine.weights.quantize import ENCODERS, fits_rows
 from engine.weights.quants import traits_of
 from engine.weights.weight import Weight
@@ -45,7 +45,7 @@ _FILE_TYPES = {
 }
 
 
-def gguf_bytes(metadata: Mapping[str, Any], tensors: Sequence[StoredTensor]) -> Iterator[Bytes]:
+def gguf_bytes(metadata: Mapping[str, Any], tensors: Sequence[TargetTensor]) -> Iterator[Bytes]:
     """Yields the content of a GGUF file, in chunks."""
     stated = {key: value for key, value in metadata.items() if not _is_of_old_file(key)}
     head = bytearray(b"GGUF" + pack("<IQQ", 3, len(tensors), len(stated)))
@@ -64,7 +64,7 @@ def gguf_bytes(metadata: Mapping[str, Any], tensors: Sequence[StoredTensor]) -> 
         yield np.zeros(_aligned(tensor.nbytes) - tensor.nbytes, np.uint8)
 
 
-def gguf_size(tensors: Iterable[StoredTensor]) -> int:
+def gguf_size(tensors: Iterable[TargetTensor]) -> int:
     """The approximate size of a GGUF file in bytes. The header is small, so it is not counted."""
     return sum(_aligned(tensor.nbytes) for tensor in tensors)
 
@@ -107,7 +107,7 @@ def _value(value: Any) -> bytes:
             raise AssertionError(f"{type(value).__name__} is no type of metadata")
 
 
-def file_type(wanted: str | None, tensors: Sequence[StoredTensor]) -> int:
+def file_type(wanted: str | None, tensors: Sequence[TargetTensor]) -> int:
     """The value of general.file_type: the mix, or the storage type that most bytes have."""
     return _FILE_TYPES[wanted if wanted in _MIXES else most_bytes(tensors)]
 

@@ -21,7 +21,7 @@ from engine.architectures.base import ModelConfig, RopeConfig
 from engine.architectures.export import gguf_metadata
 from engine.architectures.llama import LLAMA
 from engine.architectures.tensors import TensorSpec
-from engine.conversion.stored import Bytes, StoredTensor, stored_weight
+from engine.conversion.stored import Bytes, TargetTensor, stored_weight
 from engine.core.errors import ModelFormatError
 from engine.core.text.tokenizer_gguf import BYTE, CONTROL, NORMAL, UNKNOWN
 from engine.core.text.tokenizer_to_gguf import PREFIX
@@ -120,7 +120,7 @@ def file_order(config: ModelConfig) -> Sequence[TensorSpec]:
     return [specs[name] for name in (*_TABLES, *layers, "norm.weight", *head)]
 
 
-def _stored(source: ModelSource, spec: TensorSpec) -> StoredTensor:
+def _stored(source: ModelSource, spec: TensorSpec) -> TargetTensor:
     return stored_weight(source.weights[spec.name], spec.name, spec.gguf_transform, "F32")
 
 

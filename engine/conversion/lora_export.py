@@ -12,7 +12,7 @@ from engine.adapters.reading import open_adapter
 from engine.architectures.export import gguf_metadata
 from engine.architectures.tensors import TensorSpec
 from engine.conversion.gguf_writer import gguf_bytes, gguf_size
-from engine.conversion.stored import StoredTensor, stored_array
+from engine.conversion.stored import TargetTensor, stored_array
 from engine.conversion.writing import new_place, write_pieces
 from engine.core.errors import ModelFormatError
 from engine.core.registry.model_registry import architecture
@@ -46,7 +46,7 @@ def export_gguf(adapter: Path, base: Path, target: Path) -> None:
 
 def _tensors(
     where: str, specs: Sequence[TensorSpec], pairs: Mapping[str, LoraPair]
-) -> Iterator[StoredTensor]:
+) -> Iterator[TargetTensor]:
     """Two tensors for each stored matrix that the adapter changes."""
     parts: dict[str, list[Part]] = {}
     for spec in specs:

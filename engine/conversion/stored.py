@@ -30,7 +30,7 @@ PLAIN_TYPES = ("F32", "F16", "BF16")
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
+class TargetTensor:
     """A tensor to be written. `shape` is row-major, in the layout of the target. `pieces` returns
     the bytes in chunks.
     """
@@ -53,7 +53,7 @@ def stored_tensors(
     to: Literal["gguf", "safetensors"],
     type_of: Callable[[Weight], str],
     importance: Mapping[str, Floats] = EMPTY,
-) -> list[StoredTensor]:
+) -> list[TargetTensor]:
     """The tensors to be written. `type_of` gives the storage type of a weight. Weights that the
     format stores as one tensor become one; they are float32 if their types differ. `importance` has
     the weights of columns, (experts or 1, columns), by the name of the tensor.
@@ -65,7 +65,7 @@ def stored_tensors(
         if name is not None:
             transform = spec.gguf_transform if to == "gguf" else spec.hf_transform
             parts.setdefault(name, []).append((weight, transform))
-    tensors: list[StoredTensor] = []
+    tensors: list[TargetTensor] = []
     for name, together in parts.items():
         types = {type_of(weight) for weight, _ in together}
         dtype = types.pop() if len(types) == 1 else "F32"
@@ -73,7 +73,7 @@ def stored_tensors(
     return tensors
 
 
-def stored_weight(weight: Weight, name: str, transform: Transform, dtype: str) -> StoredTensor:
+def stored_weight(weight: Weight, name: str, transform: Transform, dtype: str) -> TargetTensor:
     """A weight to be written as storage type `dtype`, in the layout that `transform` describes."""
     (tensor,) = _stored(name, [(weight, transform)], dtype)
     return tensor
@@ -81,7 +81,7 @@ def stored_weight(weight: Weight, name: str, transform: Transform, dtype: str) -
 
 def _stored(
     name: str, parts: Sequence[Part], dtype: str, importance: Floats | None = None
-) -> Iterator[StoredTensor]:
+) -> Iterator[TargetTensor]:
     weight, transform = parts[0]
     shape = weight.spec.shape
     count = shape[0] if weight.spec.of_experts else 1
@@ -95,16 +95,16 @@ def _stored(
         columns = list(np.broadcast_to(importance, (count, shape[-1])))
     if not weight.spec.of_experts:
         stored = transform.stored_shape(shape)
-        yield StoredTensor(name, stored, dtype, partial(_pieces, parts, dtype, columns[0]))
+        yield TargetTensor(name, stored, dtype, partial(_pieces, parts, dtype, columns[0]))
         return
     of_one = transform.stored_shape(shape[1:])
     experts = [[(each.expert(e), how) for each, how in parts] for e in range(shape[0])]
     if "{e}" in name:
         for e, own in enumerate(experts):
             numbered = name.replace("{e}", str(e))
-            yield StoredTensor(numbered, of_one, dtype, partial(_pieces, own, dtype, columns[e]))
+            yield TargetTensor(numbered, of_one, dtype, partial(_pieces, own, dtype, columns[e]))
         return
-    yield StoredTensor(
+    yield TargetTensor(
         name,
         (shape[0] * of_one[0], *of_one[1:]) if transform.joined else (shape[0], *of_one),
         dtype,
@@ -114,11 +114,11 @@ def _stored(
     )
 
 
-def stored_array(values: NDArray[np.float32], name: str) -> StoredTensor:
+def stored_array(values: NDArray[np.float32], name: str) -> TargetTensor:
     """A tensor with these `values`, to be written as float32. It is for tensors that the source
     model does not have.
     """
-    return StoredTensor(name, values.shape, "F32", lambda: iter([quantize("F32", values)]))
+    return TargetTensor(name, values.shape, "F32", lambda: iter([quantize("F32", values)]))
 
 
 def plain_type(weight: Weight, wanted: str | None) -> str:
@@ -129,7 +129,7 @@ def plain_type(weight: Weight, wanted: str | None) -> str:
     return wanted or (now if now in PLAIN_TYPES else "F32")
 
 
-def most_bytes(tensors: Iterable[StoredTensor]) -> str:
+def most_bytes(tensors: Iterable[TargetTensor]) -> str:
     """The storage type that most bytes of the tensors have."""
     sizes = dict.fromkeys(TRAITS, 0)
     for tensor in tensors:

@@ -37,7 +37,7 @@ Strike = Callable[[Subject], bool]
 
 
 @dataclass(frozen=True)
-class Place:
+class FaultTarget:
     """A function or method where faults can be injected. `where` is "module:function" or
     "module:Class.method". If a module imports a function by name, `where` has to name that module,
     because the module keeps its own reference to the function.
@@ -87,46 +87,48 @@ _SERVERS = "engine.servers"
 # Point -> the functions and methods that belong to it. The points are in the order in which a
 # request reaches them.
 PLACES = {
-    "validate": (Place(f"{_SERVERS}.serving.services:parse_body"),),
-    "template": (Place("engine.core.text.chat_template:ChatTemplate.render"),),
+    "validate": (FaultTarget(f"{_SERVERS}.serving.services:parse_body"),),
+    "template": (FaultTarget("engine.core.text.chat_template:ChatTemplate.render"),),
     "tokenize": (
-        Place("engine.core.text.tokenizer:Tokenizer.encode_prompt", "text"),
-        Place("engine.core.text.tokenizer:Tokenizer.encode_rendered"),
+        FaultTarget("engine.core.text.tokenizer:Tokenizer.encode_prompt", "text"),
+        FaultTarget("engine.core.text.tokenizer:Tokenizer.encode_rendered"),
     ),
-    "check_grammar": (Place("engine.core.grammar.checker:GrammarChecker.check", "grammar"),),
-    "submit": (Place("engine.frontend.engine_link:EngineLink.submit", "request.prompt"),),
-    "load": (Place("engine.worker.main:open_model"),),
-    "intake": (Place(f"{_RUNTIME}.requests.admission:RequestAdmission.submit", "request.prompt"),),
-    "compile": (Place(f"{_RUNTIME}.requests.grammar:Grammars._new_matcher", "grammar"),),
-    "schedule": (Place(f"{_RUNTIME}.scheduler:Scheduler.schedule"),),
+    "check_grammar": (FaultTarget("engine.core.grammar.checker:GrammarChecker.check", "grammar"),),
+    "submit": (FaultTarget("engine.frontend.engine_link:EngineLink.submit", "request.prompt"),),
+    "load": (FaultTarget("engine.worker.main:open_model"),),
+    "intake": (
+        FaultTarget(f"{_RUNTIME}.requests.admission:RequestAdmission.submit", "request.prompt"),
+    ),
+    "compile": (FaultTarget(f"{_RUNTIME}.requests.grammar:Grammars._new_matcher", "grammar"),),
+    "schedule": (FaultTarget(f"{_RUNTIME}.scheduler:Scheduler.schedule"),),
     "allocate": (
-        Place(f"{_RUNTIME}.kv_cache:KVCache.admit", "seq.tokens"),
-        Place(f"{_RUNTIME}.kv_cache:KVCache.extend", "seq.tokens"),
+        FaultTarget(f"{_RUNTIME}.kv_cache:KVCache.admit", "seq.tokens"),
+        FaultTarget(f"{_RUNTIME}.kv_cache:KVCache.extend", "seq.tokens"),
     ),
     "forward": (
-        Place(f"{_RUNTIME}.loop:StepRunner._run_forward", "inputs.token_ids"),
-        Place("engine.worker.encoder_loop:EncoderLoop._encode"),
+        FaultTarget(f"{_RUNTIME}.loop:StepRunner._run_forward", "inputs.token_ids"),
+        FaultTarget("engine.worker.encoder_loop:EncoderLoop._encode"),
     ),
-    "sample": (Place(f"{_RUNTIME}.batch:BatchBuilder.sampling"),),
-    "wait": (Place(f"{_RUNTIME}.loop:StepRunner.wait"),),
+    "sample": (FaultTarget(f"{_RUNTIME}.batch:BatchBuilder.sampling"),),
+    "wait": (FaultTarget(f"{_RUNTIME}.loop:StepRunner.wait"),),
     "update": (
-        Place(f"{_RUNTIME}.scheduler:Scheduler._confirm_prompt", "seq.tokens"),
-        Place(f"{_RUNTIME}.scheduler:Scheduler._take", "seq.tokens"),
+        FaultTarget(f"{_RUNTIME}.scheduler:Scheduler._confirm_prompt", "seq.tokens"),
+        FaultTarget(f"{_RUNTIME}.scheduler:Scheduler._take", "seq.tokens"),
     ),
-    "nonfinite": (Place(f"{_RUNTIME}.scheduler:Scheduler.update", mark=_mark_rows),),
-    "publish": (Place(f"{_RUNTIME}.radix_cache:RadixCache.insert", "tokens"),),
-    "detokenize": (Place("engine.core.text.tokenizer:Detokenizer.push"),),
-    "parse": (Place("engine.core.parsing.parser:OutputParser.push"),),
+    "nonfinite": (FaultTarget(f"{_RUNTIME}.scheduler:Scheduler.update", mark=_mark_rows),),
+    "publish": (FaultTarget(f"{_RUNTIME}.radix_cache:RadixCache.insert", "tokens"),),
+    "detokenize": (FaultTarget("engine.core.text.tokenizer:Detokenizer.push"),),
+    "parse": (FaultTarget("engine.core.parsing.parser:OutputParser.push"),),
     "format": (
-        Place(f"{_SERVERS}.openai.format:ChatStream.chunk"),
-        Place(f"{_SERVERS}.openai.format:CompletionStream.chunk"),
-        Place(f"{_SERVERS}.generate:GenerateStream.chunk"),
-        Place(f"{_SERVERS}.responses.format:ResponseStream.chunk"),
-        Place(f"{_SERVERS}.anthropic.format:MessageStream.chunk"),
+        FaultTarget(f"{_SERVERS}.openai.format:ChatStream.chunk"),
+        FaultTarget(f"{_SERVERS}.openai.format:CompletionStream.chunk"),
+        FaultTarget(f"{_SERVERS}.generate:GenerateStream.chunk"),
+        FaultTarget(f"{_SERVERS}.responses.format:ResponseStream.chunk"),
+        FaultTarget(f"{_SERVERS}.anthropic.format:MessageStream.chunk"),
     ),
-    "database": (Place(f"{_SERVERS}.storage.database:Database._transact"),),
-    "upload": (Place(f"{_SERVERS}.files.draft:Draft._write_buffer"),),
-    "keep_file": (Place("engine.core.sandbox.private_files:_open_part"),),
+    "database": (FaultTarget(f"{_SERVERS}.storage.database:Database._transact"),),
+    "upload": (FaultTarget(f"{_SERVERS}.files.draft:Draft._write_buffer"),),
+    "keep_file": (FaultTarget("engine.core.sandbox.private_files:_open_part"),),
 }
 POINTS = tuple(PLACES)
 
@@ -194,7 +196,7 @@ class _Wrapping:
     def __init__(self, plan: _Plan) -> None:
         self._plan = plan
         self._originals: dict[tuple[Any, str], Callable[..., Any]] = {}
-        self._places: dict[str, list[tuple[str, Place]]] = {}
+        self._places: dict[str, list[tuple[str, FaultTarget]]] = {}
         for point in plan.points:
             for place in PLACES[point]:
                 self._places.setdefault(place.module, []).append((point, place))
@@ -240,7 +242,7 @@ class _Wrapping:
                 setattr(owner, attribute, self._wrapped(point, place, original))
 
     def _wrapped(
-        self, point: str, place: Place, original: Callable[..., Any]
+        self, point: str, place: FaultTarget, original: Callable[..., Any]
     ) -> Callable[..., Any]:
         signature = inspect.signature(original)
         strike = functools.partial(self._plan.strike, point)

@@ -58,7 +58,7 @@ class TrainerProcess:
 
 
 def how_it_ended(status: int) -> str:
-    """An exit status in words, after "the process"."""
+    """A text for an exit status, which continues a sentence that begins with "the process"."""
     if status >= 0:
         return f"ended with status {status}"
     name = signal.Signals(-status).name

@@ -19,7 +19,7 @@ _CONTEXT = GenerationContext(request_id="training", params=SamplingParams())
 
 @dataclass(frozen=True, slots=True)
 class TokenExample:
-    """`token_ids`, and from where on the model is trained. `mask` is parallel to the ids."""
+    """A tokenized example. `mask` says of each token whether the model is trained to predict it."""
 
     token_ids: tuple[int, ...]
     mask: tuple[bool, ...]

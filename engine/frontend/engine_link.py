@@ -6,9 +6,9 @@ move to another replica. New requests wait, too. If `max_revivals` is 0, open re
 and new ones are refused.
 
 The engine is restarted after a delay, which grows with each death. After too many deaths in a row,
-restarts pause for a minute, and the health report says so. `vigil.py` decides when an engine
-process that does not go on is woken or killed. A hung step is first interrupted by the engine
-process itself.
+restarts pause for a minute, and the health report says so. `liveness_monitor.py` decides when an
+engine process that makes no progress is woken or killed. A hung step is first interrupted by the
+engine process itself.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ from engine.core.interfaces.snapshot import EngineSnapshot
 from engine.core.interfaces.stats import EngineStats
 from engine.frontend.engine_client import EngineClient, OnExit, OnMessage
 from engine.frontend.link import Link
-from engine.frontend.liveness_monitor import Downtime, LivenessMonitor, Verdict, trouble_of
+from engine.frontend.liveness_monitor import Downtime, LivenessMonitor, LivenessVerdict, trouble_of
 from engine.frontend.request_recovery import OpenRequest, OpenRequests, Receiver
 from engine.ipc.heartbeat import Vitals
 
@@ -319,20 +319,20 @@ class EngineLink:
         woken. One that does not go on is killed and given up: its requests do not wait until it has
         ended, and what it still sends is dropped. `_on_exit` starts the next one.
         """
-        vigil = LivenessMonitor()
-        verdict = Verdict.WAIT
-        while verdict is not Verdict.GIVE_UP:
+        monitor = LivenessMonitor()
+        verdict = LivenessVerdict.WAIT
+        while verdict is not LivenessVerdict.GIVE_UP:
             await asyncio.sleep(WATCH_INTERVAL_S)
             vitals = client.vitals()
             self._in_trouble = self._trouble_of(vitals) is not None
             if vitals is None:
                 continue
-            verdict = vigil.check(vitals, time.monotonic())
-            if verdict is Verdict.WAKE:
+            verdict = monitor.check(vitals, time.monotonic())
+            if verdict is LivenessVerdict.WAKE:
                 log.critical("the engine's process is silent; waking it (%s)", vitals)
                 client.wake()
             elif vitals.silent_s is not None and (why := self._downtime.too_long()) is not None:
-                self._given_up_for, verdict = why, Verdict.GIVE_UP
+                self._given_up_for, verdict = why, LivenessVerdict.GIVE_UP
         why = self._given_up_for or self._trouble_of(vitals)
         self._given_up_for = why or "Its step does not end."
         log.critical("the engine does not go on; killing it (%s)", vitals)

@@ -42,7 +42,7 @@ MAX_RGB_BYTES = 48 * 2**20  # all images of a request, after scaling
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class ImageTile:
     """A part of an image, at the size that the encoder reads."""
 
     height: int
@@ -53,7 +53,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class PreparedImage:
-    tiles: tuple[Tile, ...]
+    tiles: tuple[ImageTile, ...]
     segments: tuple[str | int, ...]  # texts and control tokens that stand for it in the prompt
 
 
@@ -239,8 +239,8 @@ def _on_white(image: "Image") -> "Image":
     return composed
 
 
-def _tile(image: "Image", count: int) -> Tile:
-    return Tile(image.height, image.width, count, image.tobytes())
+def _tile(image: "Image", count: int) -> ImageTile:
+    return ImageTile(image.height, image.width, count, image.tobytes())
 
 
 def _gemma3(image: "Image", vision: "VisionConfig") -> PreparedImage:

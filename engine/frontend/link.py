@@ -12,7 +12,7 @@ from engine.frontend.request_recovery import Engine, OpenRequest, Receiver
 class Link(Engine, Protocol):
     """Takes requests. `EngineLink` sends them to one engine, and a pool to one of several."""
 
-    # Tries to continue a request of an engine that died elsewhere. Returns whether that worked.
+    # Called with each open request of an engine that died. Returns whether another engine took it.
     move: Callable[[OpenRequest], bool]
 
     async def start(self) -> Ready | None:

@@ -45,7 +45,7 @@ MIN_DOWN_S = 180.0
 TIMES_LONGER = 10.0
 
 
-class Verdict(Enum):
+class LivenessVerdict(Enum):
     WAIT = 0
     WAKE = 1
     GIVE_UP = 2
@@ -60,7 +60,7 @@ class LivenessMonitor:
         self._silent_s = 0.0
         self._num_bad = 0
 
-    def check(self, vitals: Vitals, now: float) -> Verdict:
+    def check(self, vitals: Vitals, now: float) -> LivenessVerdict:
         """What to do with the process that has these vitals at the time `now`."""
         silent_s = vitals.silent_s or 0.0
         if silent_s < self._silent_s:
@@ -72,11 +72,11 @@ class LivenessMonitor:
         is_hung = (vitals.step_age_s or 0.0) > GIVE_UP_TIMEOUTS * vitals.step_timeout_s
         self._num_bad = self._num_bad + 1 if is_lost or is_hung else 0
         if self._num_bad == NUM_BAD_CHECKS:
-            return Verdict.GIVE_UP
+            return LivenessVerdict.GIVE_UP
         if silent_s > WAKE_AFTER_S and not (self._is_woken or is_relapse):
             self._woken_at, self._is_woken = now, True
-            return Verdict.WAKE
-        return Verdict.WAIT
+            return LivenessVerdict.WAKE
+        return LivenessVerdict.WAIT
 
 
 def trouble_of(vitals: Vitals) -> str | None:

@@ -25,7 +25,7 @@ from engine.ir.attributes import (
 )
 from engine.ir.plan import Activation, Routing
 from engine.ir.reference import F32
-from engine.ir.types import Array, Example, Examples
+from engine.ir.types import Array, Examples, OpExample
 
 ROWS = (1, 3, 17)
 WIDTHS = (32, 40, 129)
@@ -36,106 +36,108 @@ LATENTS = ((4, 24, 8), (9, 40, 16), (5, 64, 32))
 BLOCK = 16
 
 
-def embed(rng: "np.random.Generator") -> Iterator[Example]:
+def embed(rng: "np.random.Generator") -> Iterator[OpExample]:
     for rows, width in zip(ROWS, WIDTHS, strict=True):
         ids = rng.integers(0, 50, rows).astype(np.int32)
         for scale in (1.0, 0.3):
-            yield Example(Lookup(scale), (ids,), (_normal(rng, 50, width),))
+            yield OpExample(Lookup(scale), (ids,), (_normal(rng, 50, width),))
 
 
-def position_embed(rng: "np.random.Generator") -> Iterator[Example]:
+def position_embed(rng: "np.random.Generator") -> Iterator[OpExample]:
     for rows, width in zip(ROWS, WIDTHS, strict=True):
         ids = rng.integers(0, 50, rows).astype(np.int32)
-        yield Example(NoAttributes(), (ids,), (_normal(rng, 50, width),))
+        yield OpExample(NoAttributes(), (ids,), (_normal(rng, 50, width),))
 
 
-def embed_positions(rng: "np.random.Generator") -> Iterator[Example]:
+def embed_positions(rng: "np.random.Generator") -> Iterator[OpExample]:
     for rows, width in zip(ROWS, WIDTHS, strict=True):
         ids = rng.integers(0, 50, (2, rows)).astype(np.int32)
         tables = (_normal(rng, 50, width), _normal(rng, 60, width))
         for scale in (1.0, 0.3):
-            yield Example(Lookup(scale), (ids[0], ids[1]), tables)
-        yield Example(Lookup(types=True), (*ids, ids[0]), (*tables, _normal(rng, 50, width)))
+            yield OpExample(Lookup(scale), (ids[0], ids[1]), tables)
+        yield OpExample(Lookup(types=True), (*ids, ids[0]), (*tables, _normal(rng, 50, width)))
 
 
 def elementwise(inputs: int) -> Examples:
-    def examples(rng: "np.random.Generator") -> Iterator[Example]:
+    def examples(rng: "np.random.Generator") -> Iterator[OpExample]:
         for rows, width in zip(ROWS, WIDTHS, strict=True):
             values = tuple(_normal(rng, rows, width, spread=3.0) for _ in range(inputs))
-            yield Example(NoAttributes(), values)
+            yield OpExample(NoAttributes(), values)
 
     return examples
 
 
-def scale(rng: "np.random.Generator") -> Iterator[Example]:
+def scale(rng: "np.random.Generator") -> Iterator[OpExample]:
     for rows, width in zip(ROWS, WIDTHS, strict=True):
-        yield Example(Scale(0.22), (_normal(rng, rows, width),))
+        yield OpExample(Scale(0.22), (_normal(rng, rows, width),))
 
 
-def softcap(rng: "np.random.Generator") -> Iterator[Example]:
+def softcap(rng: "np.random.Generator") -> Iterator[OpExample]:
     for rows, width in zip(ROWS, WIDTHS, strict=True):
-        yield Example(Softcap(2.5), (_normal(rng, rows, width, spread=3.0),))
+        yield OpExample(Softcap(2.5), (_normal(rng, rows, width, spread=3.0),))
 
 
-def linear(rng: "np.random.Generator") -> Iterator[Example]:
+def linear(rng: "np.random.Generator") -> Iterator[OpExample]:
     for rows in ROWS:
         for out, width in ((16, 32), (33, 70), (100, 64)):
             matrix = _normal(rng, out, width, spread=0.1)
-            yield Example(NoAttributes(), (_normal(rng, rows, width),), (matrix,))
-            yield Example(NoAttributes(), (_normal(rng, rows, width),), (matrix, _normal(rng, out)))
+            yield OpExample(NoAttributes(), (_normal(rng, rows, width),), (matrix,))
+            yield OpExample(
+                NoAttributes(), (_normal(rng, rows, width),), (matrix, _normal(rng, out))
+            )
 
 
-def rms_norm(rng: "np.random.Generator") -> Iterator[Example]:
+def rms_norm(rng: "np.random.Generator") -> Iterator[OpExample]:
     for rows, width in zip(ROWS, WIDTHS, strict=True):
-        yield Example(Normalize(1e-5), (_normal(rng, rows, width),), (_normal(rng, width),))
+        yield OpExample(Normalize(1e-5), (_normal(rng, rows, width),), (_normal(rng, width),))
 
 
-def add_norm(rng: "np.random.Generator") -> Iterator[Example]:
+def add_norm(rng: "np.random.Generator") -> Iterator[OpExample]:
     for rows, width in zip(ROWS, WIDTHS, strict=True):
         pair = (_normal(rng, rows, width), _normal(rng, rows, width))
-        yield Example(Normalize(1e-5), pair, (_normal(rng, width),))
+        yield OpExample(Normalize(1e-5), pair, (_normal(rng, width),))
 
 
-def layer_norm(rng: "np.random.Generator") -> Iterator[Example]:
+def layer_norm(rng: "np.random.Generator") -> Iterator[OpExample]:
     for rows, width in zip(ROWS, WIDTHS, strict=True):
         for count in (1, 2):
             weights = tuple(_normal(rng, width) for _ in range(count))
-            yield Example(Normalize(1e-5), (_normal(rng, rows, width) + 2,), weights)
+            yield OpExample(Normalize(1e-5), (_normal(rng, rows, width) + 2,), weights)
 
 
-def head_norm(rng: "np.random.Generator") -> Iterator[Example]:
+def head_norm(rng: "np.random.Generator") -> Iterator[OpExample]:
     for rows, (heads, _, size) in zip(ROWS, HEADS, strict=True):
-        yield Example(
+        yield OpExample(
             HeadNorm(heads, size, 1e-6), (_normal(rng, rows, heads * size),), (_normal(rng, size),)
         )
 
 
-def rope(rng: "np.random.Generator") -> Iterator[Example]:
+def rope(rng: "np.random.Generator") -> Iterator[OpExample]:
     for rows, (heads, _, size) in zip(ROWS, HEADS, strict=True):
         for dim in (size, size // 2):
             x = _normal(rng, rows, heads * size)
-            yield Example(Rope(heads, size, dim), (x, *_rotations(rng, rows, dim)))
+            yield OpExample(Rope(heads, size, dim), (x, *_rotations(rng, rows, dim)))
 
 
-def columns(rng: "np.random.Generator") -> Iterator[Example]:
+def columns(rng: "np.random.Generator") -> Iterator[OpExample]:
     for rows, width in zip(ROWS, WIDTHS, strict=True):
-        yield Example(Columns(width // 4, width // 2), (_normal(rng, rows, width),))
+        yield OpExample(Columns(width // 4, width // 2), (_normal(rng, rows, width),))
 
 
-def gather_rows(rng: "np.random.Generator") -> Iterator[Example]:
+def gather_rows(rng: "np.random.Generator") -> Iterator[OpExample]:
     for rows, width in zip(ROWS, WIDTHS, strict=True):
         picked = np.arange(0, rows, 2, dtype=np.int32)
-        yield Example(NoAttributes(), (_normal(rng, rows, width), picked))
+        yield OpExample(NoAttributes(), (_normal(rng, rows, width), picked))
 
 
-def kv_write(rng: "np.random.Generator") -> Iterator[Example]:
+def kv_write(rng: "np.random.Generator") -> Iterator[OpExample]:
     for rows, (_, kv_heads, size) in zip(ROWS, HEADS, strict=True):
         cache = np.zeros((4, BLOCK, 2, kv_heads, size), np.float32)
         keys, values = (_normal(rng, rows, kv_heads * size) for _ in range(2))
-        yield Example(KvWrite(0, kv_heads, size), (cache, keys, values, _slots(rng, rows)))
+        yield OpExample(KvWrite(0, kv_heads, size), (cache, keys, values, _slots(rng, rows)))
 
 
-def attention(rng: "np.random.Generator") -> Iterator[Example]:
+def attention(rng: "np.random.Generator") -> Iterator[OpExample]:
     """Batches of three sequences. The first sequence has a decode token, the second a whole prompt,
     and the third a later chunk of a prompt.
     """
@@ -146,7 +148,7 @@ def attention(rng: "np.random.Generator") -> Iterator[Example]:
             cache = _normal(rng, 9, BLOCK, 2, kv_heads, size)
             tables = rng.permutation(9).astype(np.int32).reshape(3, 3)
             queries = _normal(rng, len(positions), heads * size)
-            yield Example(
+            yield OpExample(
                 AttentionAttributes(0, heads, kv_heads, size, size**-0.5, window),
                 (queries, cache, positions, row_of, tables),
             )
@@ -155,23 +157,23 @@ def attention(rng: "np.random.Generator") -> Iterator[Example]:
                 0, heads, kv_heads, size, size**-0.5, window, 1.5, alibi_bias=8.0, sinks=True
             )
             arrays = (queries, cache, positions, row_of, tables)
-            yield Example(rules, arrays, (_normal(rng, heads),))
+            yield OpExample(rules, arrays, (_normal(rng, heads),))
             # Encoders: each token attends to its whole text.
             ends = np.repeat(np.array([41, 19, 33], np.int32), (1, 19, 13))
             both_sides = AttentionAttributes(
                 0, heads, kv_heads, size, size**-0.5, window, centered=window is not None
             )
-            yield Example(both_sides, (*arrays, ends))
+            yield OpExample(both_sides, (*arrays, ends))
     yield from latent_attention(rng)
 
 
-def latent_attention(rng: "np.random.Generator") -> Iterator[Example]:
+def latent_attention(rng: "np.random.Generator") -> Iterator[OpExample]:
     """The batches of `attention`, over a cache without values."""
     for heads, latent, rope_dim in LATENTS:
         positions = np.concatenate(([40], np.arange(19), np.arange(20, 33))).astype(np.int32)
         row_of = np.repeat(np.arange(3, dtype=np.int32), (1, 19, 13))
         size = latent + rope_dim
-        yield Example(
+        yield OpExample(
             AttentionAttributes(0, heads, 1, size, size**-0.5, None, latent=latent),
             (
                 _normal(rng, len(positions), heads * size),
@@ -183,34 +185,34 @@ def latent_attention(rng: "np.random.Generator") -> Iterator[Example]:
         )
 
 
-def head_linear(rng: "np.random.Generator") -> Iterator[Example]:
+def head_linear(rng: "np.random.Generator") -> Iterator[OpExample]:
     for rows, (heads, size, rope_dim) in zip(ROWS, LATENTS, strict=True):
         for out in (8, 33):
             matrix = _normal(rng, heads, out, size, spread=0.1)
             x = _normal(rng, rows, heads * size)
-            yield Example(HeadLinear(heads), (x,), (matrix,))
+            yield OpExample(HeadLinear(heads), (x,), (matrix,))
             x = _normal(rng, rows, heads * (size + rope_dim))
             rotations = _rotations(rng, rows, rope_dim)
-            yield Example(HeadLinear(heads, rope_dim), (x, *rotations), (matrix,))
+            yield OpExample(HeadLinear(heads, rope_dim), (x, *rotations), (matrix,))
 
 
-def latent_write(rng: "np.random.Generator") -> Iterator[Example]:
+def latent_write(rng: "np.random.Generator") -> Iterator[OpExample]:
     for rows, (_, latent, rope_dim) in zip(ROWS, LATENTS, strict=True):
         size = latent + rope_dim
         x, cache = _normal(rng, rows, size), np.zeros((4, BLOCK, 1, 1, size), np.float32)
         rotations = _rotations(rng, rows, rope_dim)
         attributes = LatentWrite(0, latent, rope_dim, 1e-6)
         arrays = (x, *rotations, cache, _slots(rng, rows))
-        yield Example(attributes, arrays, (_normal(rng, latent),))
+        yield OpExample(attributes, arrays, (_normal(rng, latent),))
 
 
-def mean_rows(rng: "np.random.Generator") -> Iterator[Example]:
+def mean_rows(rng: "np.random.Generator") -> Iterator[OpExample]:
     for rows, width in zip(ROWS, WIDTHS, strict=True):
         last = np.array([0, rows // 2, rows - 1] if rows > 2 else [rows - 1], np.int32)
-        yield Example(NoAttributes(), (_normal(rng, rows, width), last))
+        yield OpExample(NoAttributes(), (_normal(rng, rows, width), last))
 
 
-def projection(rng: "np.random.Generator") -> Iterator[Example]:
+def projection(rng: "np.random.Generator") -> Iterator[OpExample]:
     plain, gate = Projection(), Projection(parts=2, activation="silu", gated=True)
     everything = Projection(3, "layer", norm_bias=True, eps=1e-5, has_bias=True, residual=True)
     for attributes, sizes in (
@@ -231,10 +233,10 @@ def projection(rng: "np.random.Generator") -> Iterator[Example]:
             weights = [_normal(rng, width) for _ in range(attributes.norm_weights)]
             weights += [_normal(rng, size, width, spread=0.1) for size in sizes]
             weights += [_normal(rng, size) for size in sizes if attributes.has_bias]
-            yield Example(attributes, inputs, tuple(weights))
+            yield OpExample(attributes, inputs, tuple(weights))
 
 
-def rope_write(rng: "np.random.Generator") -> Iterator[Example]:
+def rope_write(rng: "np.random.Generator") -> Iterator[OpExample]:
     for rows, (heads, kv_heads, size) in zip(ROWS, HEADS, strict=True):
         for dim, normed, whole in (
             (size, True, False),
@@ -248,7 +250,7 @@ def rope_write(rng: "np.random.Generator") -> Iterator[Example]:
             sizes = (heads * size, kv_heads * size) if whole else (size, size)
             norms = tuple(_normal(rng, each) for each in sizes if normed)
             attributes = RopeWrite(0, heads, kv_heads, size, dim, normed, normed, 1e-6, whole)
-            yield Example(attributes, (qkv, *rotations, cache, _slots(rng, rows)), norms)
+            yield OpExample(attributes, (qkv, *rotations, cache, _slots(rng, rows)), norms)
 
 
 # (experts, routing)
@@ -260,15 +262,15 @@ ROUTINGS = (
 )
 
 
-def route(rng: "np.random.Generator") -> Iterator[Example]:
+def route(rng: "np.random.Generator") -> Iterator[OpExample]:
     for rows in ROWS:
         for count, routing in ROUTINGS:
             logits = _normal(rng, rows, count)
-            yield Example(routing, (logits,))
-            yield Example(routing, (logits,), (_normal(rng, count, spread=0.1),))
+            yield OpExample(routing, (logits,))
+            yield OpExample(routing, (logits,), (_normal(rng, count, spread=0.1),))
 
 
-def experts(rng: "np.random.Generator") -> Iterator[Example]:
+def experts(rng: "np.random.Generator") -> Iterator[OpExample]:
     for rows in ROWS:
         for (count, routing), has_bias in zip(ROUTINGS, (False, True, False, True), strict=True):
             width, inner = 48, 40
@@ -282,14 +284,14 @@ def experts(rng: "np.random.Generator") -> Iterator[Example]:
             biases = tuple(_normal(rng, *shape[:2]) for shape in shapes if has_bias)
             plain = Experts(routing.per_token, activation, has_bias)
             added = Experts(routing.per_token, activation, has_bias, residual=True, scale=0.3)
-            yield Example(plain, (x, weights), matrices + biases)
-            yield Example(added, (x, weights, stream), matrices + biases)
+            yield OpExample(plain, (x, weights), matrices + biases)
+            yield OpExample(added, (x, weights, stream), matrices + biases)
 
 
-def gate_rows(rng: "np.random.Generator") -> Iterator[Example]:
+def gate_rows(rng: "np.random.Generator") -> Iterator[OpExample]:
     for rows, width in zip(ROWS, WIDTHS, strict=True):
         for gates in (1, width):
-            yield Example(NoAttributes(), (_normal(rng, rows, width), _normal(rng, rows, gates)))
+            yield OpExample(NoAttributes(), (_normal(rng, rows, width), _normal(rng, rows, gates)))
 
 
 def _normal(rng: "np.random.Generator", *shape: int, spread: float = 1.0) -> F32:

@@ -19,9 +19,9 @@ from engine.ir.types import (
     Infer,
     Numerics,
     Op,
+    OpTolerance,
     Price,
     Reference,
-    Tolerance,
     Value,
 )
 
@@ -29,32 +29,32 @@ Arrays = Sequence[Array]
 Values = Sequence[Value]
 
 # Tolerances of ops that always compute in float32, whatever the storage type of weights and cache.
-_FLOAT: Mapping[Numerics, Tolerance] = {
-    "f32": Tolerance(2e-5),
-    "int8": Tolerance(2e-5),
-    "bf16": Tolerance(2e-5),
-    "int8_outliers": Tolerance(2e-5),
+_FLOAT: Mapping[Numerics, OpTolerance] = {
+    "f32": OpTolerance(2e-5),
+    "int8": OpTolerance(2e-5),
+    "bf16": OpTolerance(2e-5),
+    "int8_outliers": OpTolerance(2e-5),
 }
 # Tolerances of matmuls. int8 kernels quantize activations in groups of 32 with one scale each. bf16
 # kernels round both factors to 8 significant bits. int8_outliers kernels are int8 kernels that keep
 # a value in float if it has more than half of its group's sum of squares.
-_MATMUL: Mapping[Numerics, Tolerance] = {
-    "f32": Tolerance(5e-5),
-    "int8": Tolerance(5e-2),
-    "bf16": Tolerance(2e-2),
-    "int8_outliers": Tolerance(5e-2),
+_MATMUL: Mapping[Numerics, OpTolerance] = {
+    "f32": OpTolerance(5e-5),
+    "int8": OpTolerance(5e-2),
+    "bf16": OpTolerance(2e-2),
+    "int8_outliers": OpTolerance(5e-2),
 }
 # Tolerances of stored keys and values. Rounding changes an int8 value by at most 1/254 of the
 # largest absolute value, and a bfloat16 value by at most 2 ** -9 of itself.
-_STORED: Mapping[Numerics, Tolerance] = {
-    "f32": Tolerance(0.0),
-    "int8": Tolerance(2e-2),
-    "bf16": Tolerance(2e-2),
+_STORED: Mapping[Numerics, OpTolerance] = {
+    "f32": OpTolerance(0.0),
+    "int8": OpTolerance(2e-2),
+    "bf16": OpTolerance(2e-2),
 }
-_ATTENDED: Mapping[Numerics, Tolerance] = {
-    "f32": Tolerance(5e-5),
-    "int8": Tolerance(8e-2),
-    "bf16": Tolerance(3e-2),
+_ATTENDED: Mapping[Numerics, OpTolerance] = {
+    "f32": OpTolerance(5e-5),
+    "int8": OpTolerance(8e-2),
+    "bf16": OpTolerance(3e-2),
 }
 
 
@@ -240,7 +240,7 @@ def _row(
     compute: Reference,
     generate: Examples,
     price: Price,
-    tolerances: Mapping[Numerics, Tolerance] = _FLOAT,
+    tolerances: Mapping[Numerics, OpTolerance] = _FLOAT,
     kind: type = attrs.NoAttributes,
 ) -> Op:
     return Op(name, kind, infer, compute, tolerances, generate, price)

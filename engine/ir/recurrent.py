@@ -19,8 +19,8 @@ from engine.ir.types import (
     Array,
     Cost,
     Counts,
-    Example,
     Examples,
+    OpExample,
     ShapeError,
     Value,
 )
@@ -237,7 +237,7 @@ def examples(
     a native batch, the decode tokens of a sequence may come before its prompt.
     """
 
-    def generate(rng: "np.random.Generator") -> Iterator[Example]:
+    def generate(rng: "np.random.Generator") -> Iterator[OpExample]:
         for hidden_size, settings in zip((24, 40), _EXAMPLES[mixer], strict=True):
             attributes = Recurrence(mixer, 0, hidden_size, settings, 1e-5)
             positions = np.concatenate(([40], np.arange(7), np.arange(20, 33))).astype(np.int32)
@@ -252,6 +252,6 @@ def examples(
                 values = rng.normal(0, 0.5, shape)
                 weights.append((-np.exp(values) if name == "decay" else values).astype(np.float32))
             inputs = (x, state, positions[order], row_of[order], slots)
-            yield Example(attributes, inputs, tuple(weights))
+            yield OpExample(attributes, inputs, tuple(weights))
 
     return generate

@@ -62,7 +62,7 @@ class Cost(msgspec.Struct, frozen=True):
         return Cost(self.flops + other.flops, self.bytes + other.bytes)
 
 
-class Tolerance(msgspec.Struct, frozen=True):
+class OpTolerance(msgspec.Struct, frozen=True):
     """The largest error that an element may have, relative to the root mean square of the expected
     tensor.
 
@@ -87,7 +87,7 @@ class Tolerance(msgspec.Struct, frozen=True):
         return got.shape == expected.shape and self.worst(got, expected) <= self.error
 
 
-class Example(msgspec.Struct, frozen=True):
+class OpExample(msgspec.Struct, frozen=True):
     """Test arguments for one call of an op."""
 
     attributes: Any
@@ -98,7 +98,7 @@ class Example(msgspec.Struct, frozen=True):
 Infer = Callable[[Any, Sequence[Value], Sequence[Value]], Value]
 Reference = Callable[[Any, Sequence[Array], Sequence[Array]], Array]
 Price = Callable[[Any, Sequence[Value], Sequence[Value], Counts], Cost]
-Examples = Callable[["np.random.Generator"], Iterator[Example]]  # quoted: its import takes time
+Examples = Callable[["np.random.Generator"], Iterator[OpExample]]  # quoted: its import takes time
 
 
 class Op(msgspec.Struct, frozen=True):
@@ -110,6 +110,6 @@ class Op(msgspec.Struct, frozen=True):
     attributes: type
     infer: Infer
     reference: Reference
-    tolerances: Mapping[Numerics, Tolerance]
+    tolerances: Mapping[Numerics, OpTolerance]
     examples: Examples
     cost: Price

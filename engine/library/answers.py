@@ -72,7 +72,7 @@ class _Choice:
         )
 
 
-class Answer:
+class GrowingOutput:
     """The answer to one prompt while it is generated. `params` are the parameters that the user
     gave.
     """

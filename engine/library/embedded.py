@@ -33,7 +33,7 @@ from engine.core.interfaces.backend import (
 from engine.core.interfaces.request import SamplingParams as WireParams
 from engine.core.store.model_store import needs_pull
 from engine.frontend.generation import Generation
-from engine.library.answers import Answer
+from engine.library.answers import GrowingOutput
 from engine.library.arguments import EngineArgs
 from engine.outputs import (
     EmbeddingOutput,
@@ -59,7 +59,7 @@ _CHAT_ALIASES = {"chat_template_kwargs": "template_options"}
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PreparedRequest:
     """A request that is ready to be submitted, and what the user gave for it."""
 
     request: ChatRequest | CompletionRequest
@@ -67,8 +67,8 @@ class Asked:
     params: WireParams
 
     @property
-    def answer(self) -> Answer:
-        return Answer(self.request.context.request_id, self.prompt, self.params)
+    def answer(self) -> GrowingOutput:
+        return GrowingOutput(self.request.context.request_id, self.prompt, self.params)
 
 
 class EmbeddedEngine:
@@ -156,14 +156,14 @@ class EmbeddedEngine:
         params: WireParams | None,
         grammar: GrammarSpec | None = None,
         request_id: str | None = None,
-    ) -> Asked:
+    ) -> PreparedRequest:
         given = params or self.default_params()
         content = _prompt(prompt)
         context = self._context(given, grammar, request_id)
         request = CompletionRequest(
             context=context, prompt=content, echo=context.params.score_prompt
         )
-        return Asked(request, content if isinstance(content, str) else None, given)
+        return PreparedRequest(request, content if isinstance(content, str) else None, given)
 
     def conversation(
         self,
@@ -171,7 +171,7 @@ class EmbeddedEngine:
         params: WireParams | None,
         options: Mapping[str, Any],
         request_id: str | None = None,
-    ) -> Asked:
+    ) -> PreparedRequest:
         """A chat request. `options` has `grammar` and fields of `ChatRequest`."""
         given = params or self.default_params()
         fields = {_CHAT_ALIASES.get(name, name): value for name, value in options.items()}
@@ -198,7 +198,7 @@ class EmbeddedEngine:
             request = msgspec.convert(fields, ChatRequest)
         except msgspec.ValidationError as error:
             raise InvalidRequestError(f"the options of a chat: {error}") from error
-        return Asked(request, None, given)
+        return PreparedRequest(request, None, given)
 
     def _template_options(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
         """The given options, with those of the preset that are not given."""
@@ -232,8 +232,10 @@ class EmbeddedEngine:
         request_id = request_id or self._new_id()
         return GenerationContext(request_id=request_id, params=wire, grammar=grammar)
 
-    async def events(self, asked: Asked, answer: Answer | None = None) -> AsyncIterator[Event]:
-        """The events of a request. The answer, if there is one, is told the prompt's tokens."""
+    async def events(
+        self, asked: PreparedRequest, answer: GrowingOutput | None = None
+    ) -> AsyncIterator[Event]:
+        """The events of a request. If an answer is given, it gets the tokens of the prompt."""
         source = await self.backend.open(asked.request)
         try:
             if answer is not None and isinstance(source, Generation):
@@ -243,20 +245,20 @@ class EmbeddedEngine:
         finally:
             await close_events(source)
 
-    async def stream(self, asked: Asked) -> AsyncIterator[RequestOutput]:
+    async def stream(self, asked: PreparedRequest) -> AsyncIterator[RequestOutput]:
         answer = asked.answer
         async for event in self.events(asked, answer):
             for output in answer.stream(event):
                 yield output
 
-    async def whole(self, asked: Asked) -> RequestOutput:
+    async def whole(self, asked: PreparedRequest) -> RequestOutput:
         answer = asked.answer
         async for event in self.events(asked, answer):
             answer.add(event)
         return answer.output()
 
     async def gather(
-        self, asked: Sequence[Asked], on_done: Callable[[RequestOutput], None]
+        self, asked: Sequence[PreparedRequest], on_done: Callable[[RequestOutput], None]
     ) -> list[RequestOutput]:
         """Run the requests concurrently and collect their outputs. At most as many requests are
         open at a time as the engine's queue accepts. If one fails, the others are cancelled.
@@ -264,7 +266,7 @@ class EmbeddedEngine:
         most = max((each.params.n for each in asked), default=1)
         places = asyncio.Semaphore(max(1, self.max_queued // most))
 
-        async def collect(each: Asked) -> RequestOutput:
+        async def collect(each: PreparedRequest) -> RequestOutput:
             async with places:
                 output = await self.whole(each)
             on_done(output)

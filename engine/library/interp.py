@@ -26,7 +26,7 @@ from numpy.typing import ArrayLike, NDArray
 from engine.architectures.sites import EMBED, LAYER_PARTS, NORMALIZED, site_name
 from engine.core.errors import EngineError, InvalidRequestError, error_from_code
 from engine.core.interp.resolving import resolved
-from engine.core.interp.results import Result
+from engine.core.interp.results import InterpResult
 from engine.core.interp.spec import parse_interp
 from engine.core.interp.vectors import VectorStore
 from engine.library.embedded import EmbeddedEngine, Prompt
@@ -36,20 +36,20 @@ from engine.sampling_params import SamplingParams
 F32 = NDArray[np.float32]
 Positions = str | Sequence[int]
 # Runs a prompt with an `interp` object.
-Run = Callable[[Prompt, dict[str, Any], SamplingParams], "Reading"]
+Run = Callable[[Prompt, dict[str, Any], SamplingParams], "InterpOutput"]
 MAX_BYTES = 2**31
 TIMEOUT_S = 600.0
 MAX_KEPT = 64  # results of traces that later traces can patch from
 
 
-class Reading:
+class InterpOutput:
     """What a request read, and the text that it generated."""
 
     def __init__(
         self,
         result_id: str,
         text: str,
-        result: Result | None,
+        result: InterpResult | None,
         token_text: Callable[[int], str],
         output: RequestOutput | None = None,
     ) -> None:
@@ -85,7 +85,7 @@ class Reading:
         raise InvalidRequestError(f"{site} was not read by this request")
 
     @property
-    def result(self) -> Result:
+    def result(self) -> InterpResult:
         assert self._result is not None, "the request read nothing"
         return self._result
 
@@ -95,7 +95,7 @@ class Saved:
 
     def __init__(self, site: str) -> None:
         self.site = site
-        self.reading: Reading | None = None
+        self.reading: InterpOutput | None = None
 
     @property
     def value(self) -> F32:
@@ -133,7 +133,7 @@ class SiteProxy:
         return self._edit("ablate", where)
 
     def patch(self, saved: Saved, source: Positions = "all", **where: Any) -> "SiteProxy":
-        """Replace values by those that an earlier trace saved. `source` are positions there."""
+        """Replace values by those that an earlier trace saved at the positions `source`."""
         if saved.reading is None:
             raise InvalidRequestError("patch takes a value of a trace that has ended")
         origin = {"id": saved.reading.id, "site": saved.site, "positions": _places(source)}
@@ -191,7 +191,7 @@ class Trace:
         self.blocks = _Blocks(self)
         self.embed = SiteProxy(self, EMBED)
         self.normalized = SiteProxy(self, NORMALIZED)
-        self.reading: Reading | None = None
+        self.reading: InterpOutput | None = None
 
     def note(self, kind: str, entry: dict[str, Any]) -> None:
         self._spec.setdefault(kind, []).append(entry)
@@ -215,7 +215,7 @@ class Trace:
         return self.output.text
 
     @property
-    def output(self) -> Reading:
+    def output(self) -> InterpOutput:
         if self.reading is None:
             raise InvalidRequestError("the output is there when the trace has ended")
         return self.reading
@@ -242,9 +242,9 @@ class LocalRunner:
     def __init__(self, engine: EmbeddedEngine, vectors: Path) -> None:
         self._engine = engine
         self._store = VectorStore(vectors)
-        self._results: dict[str, Result] = {}
+        self._results: dict[str, InterpResult] = {}
 
-    def run(self, prompt: Prompt, raw: dict[str, Any], params: SamplingParams) -> Reading:
+    def run(self, prompt: Prompt, raw: dict[str, Any], params: SamplingParams) -> InterpOutput:
         spec, kept = parse_interp(raw), list[bytes]()
         made = resolved(spec, self._store, self._find, MAX_BYTES)
         if spec.attribution is not None and isinstance(spec.attribution.target, str):
@@ -256,12 +256,12 @@ class LocalRunner:
         request = msgspec.structs.replace(asked.request, context=context)
         output = self._engine.call(self._engine.whole(type(asked)(request, asked.prompt, params)))
         reading_id = secrets.token_hex(8)
-        result = Result(kept[0]) if kept else None
+        result = InterpResult(kept[0]) if kept else None
         if result is not None:
             self._results[reading_id] = result
             while len(self._results) > MAX_KEPT:
                 del self._results[next(iter(self._results))]
-        return Reading(reading_id, output.outputs[0].text, result, self._token_text, output)
+        return InterpOutput(reading_id, output.outputs[0].text, result, self._token_text, output)
 
     def _token_text(self, token_id: int) -> str:
         return self._engine.call(self._engine.backend.detokenize((token_id,)))
@@ -274,7 +274,7 @@ class LocalRunner:
         attribution = msgspec.structs.replace(made.attribution, target=ids[0])
         return msgspec.structs.replace(made, attribution=attribution)
 
-    def _find(self, result_id: str) -> Result:
+    def _find(self, result_id: str) -> InterpResult:
         if result_id not in self._results:
             raise InvalidRequestError("this LLM has no such result; patch from its own traces")
         return self._results[result_id]
@@ -289,7 +289,7 @@ class Remote:
     def trace(self, prompt: Prompt, max_tokens: int = 1) -> Trace:
         return Trace(self.run, prompt, SamplingParams(max_tokens=max_tokens, temperature=0.0))
 
-    def run(self, prompt: Prompt, raw: dict[str, Any], params: SamplingParams) -> Reading:
+    def run(self, prompt: Prompt, raw: dict[str, Any], params: SamplingParams) -> InterpOutput:
         body: dict[str, Any] = {
             "prompt": prompt if isinstance(prompt, str) else list(prompt),
             "max_tokens": params.max_tokens,
@@ -302,10 +302,10 @@ class Remote:
         told = made.get("interp")
         text = made["choices"][0]["text"]
         if told is None:
-            return Reading(made["id"], text, None, str)
+            return InterpOutput(made["id"], text, None, str)
         names = dict(zip(told["token_ids"], told["tokens"], strict=True))
-        result = Result(self._send(f"/v1/interp/results/{told['id']}"))
-        return Reading(told["id"], text, result, lambda token: self._name(names, token))
+        result = InterpResult(self._send(f"/v1/interp/results/{told['id']}"))
+        return InterpOutput(told["id"], text, result, lambda token: self._name(names, token))
 
     def _name(self, names: dict[int, str], token_id: int) -> str:
         if token_id not in names:

@@ -139,7 +139,7 @@ def _read_sae(folder: Path) -> tuple[dict[str, F32], dict[str, str]]:
 def write_gguf(path: Path, vectors: dict[str, F32], model: str) -> None:
     """Writes a control vector that llama.cpp reads (`--control-vector`)."""
     from engine.conversion.gguf_writer import gguf_bytes
-    from engine.conversion.stored import StoredTensor as Written
+    from engine.conversion.stored import TargetTensor as Written
 
     tensors = []
     for name, values in vectors.items():

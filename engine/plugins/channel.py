@@ -54,7 +54,7 @@ class TokenPlacer:
         return placed
 
 
-class Channel:
+class FilteredText:
     """Passes text and tokens through a filter. They are held back until the filter says that the
     text is final.
     """

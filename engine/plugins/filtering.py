@@ -19,7 +19,7 @@ from engine.core.interfaces.backend import (
     ToolCallEvent,
 )
 from engine.core.interfaces.plugin import Filtered, PluginRequest, TextFilter
-from engine.plugins.channel import Channel, PlacedToken, hidden, mistake_in
+from engine.plugins.channel import FilteredText, PlacedToken, hidden, mistake_in
 from engine.plugins.host import PluginFailedError, PluginHost
 
 Placed = tuple[Event, list[PlacedToken]]  # an event, and the tokens of its text
@@ -38,8 +38,8 @@ class FilterStage:
     def __init__(self, host: PluginHost, request: PluginRequest) -> None:
         self._host = host
         self._request = request
-        self._texts: dict[int, Channel] = {}
-        self._reasoning: dict[int, Channel] = {}
+        self._texts: dict[int, FilteredText] = {}
+        self._reasoning: dict[int, FilteredText] = {}
         # choice -> its incomplete tool call: the index, and the pieces of the arguments
         self._calls: dict[int, tuple[int, list[str]]] = {}
 
@@ -110,17 +110,17 @@ class FilterStage:
             self._bear(error)
         return [(ToolCallEvent(choice, index, arguments), [])] if arguments else []
 
-    async def _channel(self, channels: dict[int, Channel], choice: int) -> Channel:
+    async def _channel(self, channels: dict[int, FilteredText], choice: int) -> FilteredText:
         if choice not in channels:
             made: TextFilter | None = None
             try:
                 made = await self._host.call("text_filter", self._new_filter)
             except EngineError as error:
                 self._bear(error)
-            channels[choice] = Channel(made or _unchanged)
+            channels[choice] = FilteredText(made or _unchanged)
         return channels[choice]
 
-    async def _run(self, channel: Channel, is_last: bool) -> tuple[str, list[PlacedToken]]:
+    async def _run(self, channel: FilteredText, is_last: bool) -> tuple[str, list[PlacedToken]]:
         if channel.text_filter is _unchanged:
             return channel.settle(_unchanged(channel.pending, is_last), is_last)
         pending = channel.pending
@@ -173,7 +173,7 @@ def _filtered_arguments(new_filter: Callable[[], TextFilter | None], arguments: 
         mistake = mistake_in(made, len(text), True)
         if mistake is not None:
             raise ValueError(mistake)
-        channel = Channel(text_filter)
+        channel = FilteredText(text_filter)
         channel.add(text, ())
         return channel.settle(made, True)[0]
 

@@ -13,7 +13,7 @@ from engine.core.interfaces.plugin import (
     PluginRequest,
     TextFilter,
 )
-from engine.plugins.pii_patterns import KINDS, Kind, find, open_end
+from engine.plugins.pii_patterns import KINDS, PiiKind, find, open_end
 
 # Patterns look at this many characters before a match. So this many characters at the end of final
 # text are kept for the next call.
@@ -35,7 +35,7 @@ class PiiRedactor(InferencePlugin):
 
     def __init__(self) -> None:
         self._options = PiiOptions()
-        self._kinds: list[Kind] = list(KINDS.values())
+        self._kinds: list[PiiKind] = list(KINDS.values())
 
     async def initialize(self, config: Mapping[str, Any]) -> None:
         try:
@@ -113,7 +113,7 @@ class Redaction:
     the start of a match.
     """
 
-    def __init__(self, kinds: list[Kind]) -> None:
+    def __init__(self, kinds: list[PiiKind]) -> None:
         self._kinds = kinds
         self._before = ""
 

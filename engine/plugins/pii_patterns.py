@@ -45,7 +45,7 @@ _BYTE = r"(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class PiiKind:
     """A kind of personal data. `length_of` takes a match of the pattern and returns how many of its
     characters are personal data. 0 means that the check failed.
     """
@@ -61,7 +61,7 @@ class Kind:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class PiiMatch:
     start: int
     end: int
     label: str
@@ -127,7 +127,7 @@ _DIGITS = "0123456789"
 KINDS = {
     kind.name: kind
     for kind in (
-        Kind(
+        PiiKind(
             "email",
             re.compile(
                 rf"{_START}[{_WORD}][{_WORD}._%+'-]{{0,63}}@(?:[{_WORD}-]{{1,63}}\.){{1,4}}"
@@ -136,19 +136,19 @@ KINDS = {
             "@",
             _all_of,
         ),
-        Kind(
+        PiiKind(
             "iban",
             re.compile(rf"{_START}[A-Za-z]{{2}}[0-9]{{2}}(?: ?[A-Za-z0-9]){{11,29}}{_END}"),
             _DIGITS,
             _iban,
         ),
-        Kind(
+        PiiKind(
             "credit_card",
             re.compile(rf"{_START}[2-6][0-9]{{3}}(?:[ -]?[0-9]){{9,15}}{_END}"),
             _DIGITS,
             _card,
         ),
-        Kind(
+        PiiKind(
             "ssn",
             re.compile(
                 rf"(?<![{_WORD}-])(?!000|666|9)[0-9]{{3}}([- ])(?!00)[0-9]{{2}}\1(?!0000)"
@@ -157,13 +157,13 @@ KINDS = {
             _DIGITS,
             _all_of,
         ),
-        Kind(
+        PiiKind(
             "ipv4",
             re.compile(rf"(?<![{_WORD}.]){_BYTE}(?:\.{_BYTE}){{3}}(?![{_WORD}]|\.[0-9])"),
             ".",
             _all_of,
         ),
-        Kind(
+        PiiKind(
             "ipv6",
             re.compile(
                 rf"(?<![{_WORD}:.])(?=[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*:)[0-9A-Fa-f:.]{{2,45}}+{_END}"
@@ -171,7 +171,7 @@ KINDS = {
             ":",
             _ipv6,
         ),
-        Kind(
+        PiiKind(
             "phone",
             re.compile(
                 rf"(?<![{_WORD}+(])(?:"
@@ -196,7 +196,7 @@ _NUMBER_START = re.compile(r"[0-9+(]")
 _OPEN_IBAN = re.compile(rf"{_START}[A-Za-z]{{2}}[0-9]{{2}}(?: ?[A-Za-z0-9])*+ ?\Z")
 
 
-def find(text: str, position: int, kinds: list[Kind]) -> Iterator[Found]:
+def find(text: str, position: int, kinds: list[PiiKind]) -> Iterator[PiiMatch]:
     """All matches from `position` on, in order and without overlaps. If two kinds match at the same
     position, the first in `kinds` is used.
     """
@@ -214,17 +214,17 @@ def find(text: str, position: int, kinds: list[Kind]) -> Iterator[Found]:
         position = first.end
 
 
-def _hinted(kind: Kind, text: str) -> bool:
+def _hinted(kind: PiiKind, text: str) -> bool:
     if len(kind.hint) == 1:
         return kind.hint in text
     return not text.isalpha()
 
 
-def _next(kind: Kind, text: str, position: int) -> Found | None:
+def _next(kind: PiiKind, text: str, position: int) -> PiiMatch | None:
     while match := kind.pattern.search(text, position):
         length = kind.length_of(match[0])
         if length:
-            return Found(match.start(), match.start() + length, kind.label)
+            return PiiMatch(match.start(), match.start() + length, kind.label)
         position = match.start() + 1
     return None
 

@@ -39,7 +39,7 @@ from engine.core.interfaces.backend import (
 )
 from engine.core.observability.tracing import TRACE
 from engine.routing.decisions import Decision, Failed
-from engine.routing.policies import Asked
+from engine.routing.policies import RoutedRequest
 from engine.routing.prefixes import Request
 from engine.routing.replica import Member, Replica
 from engine.routing.route import Pick, Route
@@ -95,7 +95,7 @@ class Attempts:
     ) -> None:
         self.route = route
         self.request = request
-        self.asked = Asked(request, adapter)
+        self.asked = RoutedRequest(request, adapter)
         self.decision = decision
         self.observer = observer
         self.is_done = False

@@ -15,7 +15,7 @@ from engine.routing.replica import Replica
 from engine.routing.route import Route, combined_card
 
 
-class ModelTable:
+class RouteTable:
     """The first of `routes` is the default model. `replicas` may have some that no model uses, for
     shadow traffic.
     """

@@ -48,8 +48,8 @@ class MonotonicStats:
 
 
 def summed(told: Sequence[EngineStats], totals: Iterable[MonotonicStats]) -> EngineStats | None:
-    """The sum of the statistics of several engines. `told` are those that run now. None if no
-    engine ever told anything.
+    """The sum of the statistics of several engines. `told` are the statistics of the engines that
+    run now. None if no engine has sent statistics yet.
     """
     added = _no_totals()
     for each in totals:

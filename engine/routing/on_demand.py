@@ -84,7 +84,7 @@ class OnDemand(InferenceBackend):
         self._became_idle = asyncio.Event()
         self._is_stopped = False
         if loaded is not None:
-            loaded.on_orphan = self._orphaned
+            loaded.on_interrupted = self._interrupted
         residency.members.append(self)
 
     @property
@@ -189,7 +189,7 @@ class OnDemand(InferenceBackend):
         return self._replaced.hand_over(old, new)
 
     async def _start(self, backend: InferenceBackend) -> None:
-        backend.on_orphan = self._orphaned
+        backend.on_interrupted = self._interrupted
         if self._log_level is not None:
             await backend.set_log_level(self._log_level)
         try:
@@ -224,8 +224,8 @@ class OnDemand(InferenceBackend):
             self._inner is not None and not self.is_leaving and self._inner.take_over(interrupted)
         )
 
-    def _orphaned(self, interrupted: InterruptedRequest) -> bool:
-        return self.on_orphan is not None and self.on_orphan(interrupted)
+    def _interrupted(self, interrupted: InterruptedRequest) -> bool:
+        return self.on_interrupted is not None and self.on_interrupted(interrupted)
 
     @property
     def is_accelerated(self) -> bool:

@@ -26,7 +26,7 @@ MAX_EXTRA_LOAD = 4
 
 
 @dataclass(frozen=True)
-class Asked:
+class RoutedRequest:
     """A request, with its session and the block keys of its prompt, which policies use. `adapter`
     is the LoRA adapter that it asks for.
     """
@@ -51,11 +51,11 @@ class Ranked:
 
 
 class Policy(Protocol):
-    def rank(self, asked: Asked, members: Sequence[Member]) -> list[Ranked]:
+    def rank(self, asked: RoutedRequest, members: Sequence[Member]) -> list[Ranked]:
         """Rank all members, best first. Changes nothing."""
         ...
 
-    def went(self, asked: Asked, member: Member, members: Sequence[Member]) -> None:
+    def went(self, asked: RoutedRequest, member: Member, members: Sequence[Member]) -> None:
         """Record that the request is sent to `member`. `members` are all replicas that could have
         taken it.
         """
@@ -68,7 +68,7 @@ class RoundRobin:
     def __init__(self) -> None:
         self._credit: dict[str, float] = {}
 
-    def rank(self, asked: Asked, members: Sequence[Member]) -> list[Ranked]:
+    def rank(self, asked: RoutedRequest, members: Sequence[Member]) -> list[Ranked]:
         total = sum(each.weight for each in members)
         ranked = [
             Ranked(each, -self._after(each), f"weight {each.weight:g} of {total:g}")
@@ -76,7 +76,7 @@ class RoundRobin:
         ]
         return sorted(ranked, key=lambda each: each.score)
 
-    def went(self, asked: Asked, member: Member, members: Sequence[Member]) -> None:
+    def went(self, asked: RoutedRequest, member: Member, members: Sequence[Member]) -> None:
         for each in members:
             self._credit[each.replica.name] = self._after(each)
         self._credit[member.replica.name] -= sum(each.weight for each in members)
@@ -91,13 +91,13 @@ class Turns:
     def __init__(self) -> None:
         self._turns = RoundRobin()
 
-    def sorted(self, asked: Asked, ranked: Sequence[Ranked]) -> list[Ranked]:
+    def sorted(self, asked: RoutedRequest, ranked: Sequence[Ranked]) -> list[Ranked]:
         """Sort by score, then in round-robin order."""
         order = self._turns.rank(asked, [each.member for each in ranked])
         place = {each.member.replica.name: number for number, each in enumerate(order)}
         return sorted(ranked, key=lambda each: (each.score, place[each.member.replica.name]))
 
-    def went(self, asked: Asked, member: Member, members: Sequence[Member]) -> None:
+    def went(self, asked: RoutedRequest, member: Member, members: Sequence[Member]) -> None:
         equals = [each for each in members if each.load == member.load]
         self._turns.went(asked, member, equals)
 
@@ -110,11 +110,11 @@ class LeastLoaded:
     def __init__(self) -> None:
         self._turns = Turns()
 
-    def rank(self, asked: Asked, members: Sequence[Member]) -> list[Ranked]:
+    def rank(self, asked: RoutedRequest, members: Sequence[Member]) -> list[Ranked]:
         ranked = [Ranked(each, each.load, _load_words(each)) for each in members]
         return self._turns.sorted(asked, ranked)
 
-    def went(self, asked: Asked, member: Member, members: Sequence[Member]) -> None:
+    def went(self, asked: RoutedRequest, member: Member, members: Sequence[Member]) -> None:
         self._turns.went(asked, member, members)
 
 
@@ -126,7 +126,7 @@ class PowerOfTwo:
     def __init__(self, rng: random.Random | None = None) -> None:
         self._rng = rng or random.Random()
 
-    def rank(self, asked: Asked, members: Sequence[Member]) -> list[Ranked]:
+    def rank(self, asked: RoutedRequest, members: Sequence[Member]) -> list[Ranked]:
         order = sorted(members, key=lambda each: -math.log(1 - self._rng.random()) / each.weight)
         drawn = sorted(order[:2], key=lambda each: each.load)
         rest = sorted(order[2:], key=lambda each: each.load)
@@ -135,7 +135,7 @@ class PowerOfTwo:
             *(Ranked(each, each.load, f"not drawn, {_load_words(each)}") for each in rest),
         ]
 
-    def went(self, asked: Asked, member: Member, members: Sequence[Member]) -> None:
+    def went(self, asked: RoutedRequest, member: Member, members: Sequence[Member]) -> None:
         pass
 
 
@@ -149,12 +149,12 @@ class LongestPrefix:
     def __init__(self) -> None:
         self._turns = Turns()
 
-    def rank(self, asked: Asked, members: Sequence[Member]) -> list[Ranked]:
+    def rank(self, asked: RoutedRequest, members: Sequence[Member]) -> list[Ranked]:
         least = min(each.load for each in members)
         ranked = [self._rate(asked.prompt, each, least) for each in members]
         return self._turns.sorted(asked, ranked)
 
-    def went(self, asked: Asked, member: Member, members: Sequence[Member]) -> None:
+    def went(self, asked: RoutedRequest, member: Member, members: Sequence[Member]) -> None:
         self._turns.went(asked, member, members)
         member.replica.seen.add(asked.prompt)
 
@@ -183,7 +183,7 @@ class Session:
     def __init__(self) -> None:
         self._without = LeastLoaded()  # for requests without a session
 
-    def rank(self, asked: Asked, members: Sequence[Member]) -> list[Ranked]:
+    def rank(self, asked: RoutedRequest, members: Sequence[Member]) -> list[Ranked]:
         if not asked.session:
             ranked = self._without.rank(asked, members)
             return [Ranked(each.member, each.score, f"no session, {each.why}") for each in ranked]
@@ -194,7 +194,7 @@ class Session:
             for place, (number, each) in enumerate(drawn, 1)
         ]
 
-    def went(self, asked: Asked, member: Member, members: Sequence[Member]) -> None:
+    def went(self, asked: RoutedRequest, member: Member, members: Sequence[Member]) -> None:
         if not asked.session:
             self._without.went(asked, member, members)
 

@@ -80,7 +80,7 @@ class Outlier:
         self._is_probed = False
 
     def reset_failures(self) -> None:
-        """Clear the record, because the backend reported that it was down and is ready again."""
+        """Forget all failures, because the backend was down and reports that it is ready again."""
         self._out_until = None
         self._is_probed = False
         self._consecutive = 0

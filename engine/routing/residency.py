@@ -43,15 +43,15 @@ class Residency:
         return sum(member.resident_bytes() for member in self.members)
 
     @contextlib.asynccontextmanager
-    async def room_for(self, newcomer: "OnDemand") -> AsyncGenerator[None, None]:
-        """Unload idle models until `newcomer` fits in the memory budget. If there is a budget, only
+    async def room_for(self, loading: "OnDemand") -> AsyncGenerator[None, None]:
+        """Unload idle models until `loading` fits in the memory budget. If there is a budget, only
         one model is loaded at a time.
         """
         if self.budget_bytes is None:
             yield
             return
         async with self._loading:
-            await self._make_room(newcomer, self.budget_bytes)
+            await self._make_room(loading, self.budget_bytes)
             yield
 
     def tick(self) -> None:
@@ -67,30 +67,30 @@ class Residency:
     def forget(self, member: "OnDemand") -> None:
         self.members.remove(member)
 
-    async def _make_room(self, newcomer: "OnDemand", budget: int) -> None:
-        needed = newcomer.expected_bytes
+    async def _make_room(self, loading: "OnDemand", budget: int) -> None:
+        needed = loading.expected_bytes
         if needed > budget:
             raise ResourceError(
-                f"{newcomer.name} needs about {_mib(needed)} MiB; server.memory_budget_mb and the"
+                f"{loading.name} needs about {_mib(needed)} MiB; server.memory_budget_mb and the"
                 f" memory that this server may use allow {_mib(budget)}."
             )
         while self.resident_bytes + needed > budget:
             idle = [
                 member
                 for member in self.members
-                if member is not newcomer
+                if member is not loading
                 and member.is_loaded
                 and not member.is_busy
                 and not member.is_leaving
             ]
             if not idle:
                 raise UnavailableError(
-                    f"There is no memory for {newcomer.name}: every loaded model is in use."
+                    f"There is no memory for {loading.name}: every loaded model is in use."
                     " Retry later.",
                     retry_after=RETRY_AFTER_S,
                 )
             oldest = min(idle, key=lambda member: member.last_used)
-            log.info("%s is unloaded to make room for %s", oldest.name, newcomer.name)
+            log.info("%s is unloaded to make room for %s", oldest.name, loading.name)
             await oldest.unload(MAKE_ROOM_WAIT_S)
 
 

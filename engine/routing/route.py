@@ -11,7 +11,7 @@ from typing import TypeVar
 from engine.core.config_tables import ShadowTable
 from engine.core.interfaces.backend import ModelCard
 from engine.routing.decisions import Candidate
-from engine.routing.policies import Asked, Policy, Ranked
+from engine.routing.policies import Policy, Ranked, RoutedRequest
 from engine.routing.replica import Member, Replica, State
 
 # Max number of waiting requests, divided by the number of requests that all replicas together may
@@ -76,7 +76,7 @@ class Route:
     def has_waiting(self) -> bool:
         return bool(self._waiting)
 
-    def pick(self, asked: Asked, failed: Collection[str] = ()) -> Pick:
+    def pick(self, asked: RoutedRequest, failed: Collection[str] = ()) -> Pick:
         """Choose a replica. Replicas named in `failed` have already failed this request and are not
         chosen. If the caller sends the request to the chosen replica, it must call `went`.
         """
@@ -114,7 +114,7 @@ class Route:
             ranked[0] = Ranked(first.member, first.score, "its ejection is over, so it is probed")
         return Pick(ranked[0], _explained(looked, ranked), tuple(usable))
 
-    def went(self, asked: Asked, pick: Pick) -> None:
+    def went(self, asked: RoutedRequest, pick: Pick) -> None:
         """Tell the policy that the request is sent to the replica that `pick` chose."""
         assert pick.chosen is not None
         self._policy.went(asked, pick.chosen.member, pick.among)

@@ -40,7 +40,7 @@ from engine.routing.attempts import (
 )
 from engine.routing.decisions import Decision, DecisionLog
 from engine.routing.metrics import RouterMetrics
-from engine.routing.model_table import ModelTable
+from engine.routing.model_table import RouteTable
 from engine.routing.prefixes import Request
 from engine.routing.replica import Replica, combined_health, sum_stats, tree_bytes
 from engine.routing.residency import Residency
@@ -67,14 +67,14 @@ class Router(InferenceBackend):
         shadow: ShadowTraffic | None = None,
         residency: Residency | None = None,
     ) -> None:
-        self.table = ModelTable(replicas, routes)
+        self.table = RouteTable(replicas, routes)
         self.shadow = shadow
         self.residency = residency or Residency()
         self.decisions = DecisionLog()
         self.running = Running()
         self._metrics = metrics
         for replica in replicas:
-            replica.backend.on_orphan = self.running.rehome
+            replica.backend.on_interrupted = self.running.rehome
         self._ticking: asyncio.Task[None] | None = None
         self._is_stopped = False
 
@@ -112,7 +112,7 @@ class Router(InferenceBackend):
     def add(self, route: Route, replica: Replica | None = None) -> None:
         """Add a model whose replica already runs, as `ModelTable.add` does."""
         if replica is not None:
-            replica.backend.on_orphan = self.running.rehome
+            replica.backend.on_interrupted = self.running.rehome
         self.table.add(route, replica)
 
     async def stop(self) -> None:

@@ -205,7 +205,9 @@ class KVCache:
     def adopt_entries(
         self, seq: Sequence, column: int, first: int, end: int, fill: Callable[[list[int]], None]
     ) -> bool:
-        """Add entries of a side column to the cached blocks `first` .. `end` - 1, like `adopt`."""
+        """Add entries of a side column to the cached blocks `first` .. `end` - 1. `fill` writes the
+        data of the entries, as in `adopt`.
+        """
         tokens = seq.tokens[: end * self.block_size]
         cached = self.radix.path(seq.namespace, tokens).blocks
         side = self.radix.columns[column]

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 FROM_DEVICE = -1
 SAMPLE = -1  # in `SamplingInputs.forced`: sample a token for this row
 NULL_BLOCK = 0  # no sequence owns this block; keys and values of padding tokens are written to it
-# The target duration of a step on a GPU. It is long, because large steps have the highest
-# throughput. So waiting prompts are computed soon.
+# The target duration of a step on a GPU. It is long, because the GPU computes the most tokens per
+# second in large steps.
 GPU_STEP_S = 0.2
 # The max number of prompt tokens per step whose logprobs are computed. Each of them needs logits
 # over the whole vocabulary.

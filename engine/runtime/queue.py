@@ -21,7 +21,7 @@ from engine.runtime.sequence import Sequence, packed
 GUESSED_TOKENS = 256
 # The number of prefill tokens per step that are reserved for tenants without running sequences. It
 # is enough for a short question about a cached text.
-NEWCOMER_TOKENS = 64
+NEW_TENANT_TOKENS = 64
 # Charges of tenants without waiting sequences are remembered. If there are more such tenants than
 # this, all their charges are dropped, and they count as new tenants.
 MAX_REMEMBERED = 1024
@@ -68,9 +68,9 @@ class FairShare:
 
 
 class NewTenantReserve:
-    """Reserves part of each step for new_tenants, which are tenants without running sequences.
+    """Reserves part of each step for new tenants, which are tenants without running sequences.
 
-    Without this, new_tenants would wait until all prefill in progress is done. While a newcomer
+    Without this, new tenants would wait until all prefill in progress is done. While a new tenant
     waits, every second step computes no prefill of running sequences, so that the step is short.
     Prefill in progress continues in the steps between.
     """
@@ -86,26 +86,26 @@ class NewTenantReserve:
 
         `waiting` are the tenants that have a sequence to admit.
         """
-        if not self._has_newcomers(waiting, running):
+        if not self._has_new_tenants(waiting, running):
             self._was_short = False
             return budget, 0
         self._was_short = not self._was_short
         num_spare = max(0, budget - len(running))
         if not self._was_short:
-            return budget, min(NEWCOMER_TOKENS, num_spare // 2)
-        kept = min(NEWCOMER_TOKENS, num_spare)
+            return budget, min(NEW_TENANT_TOKENS, num_spare // 2)
+        kept = min(NEW_TENANT_TOKENS, num_spare)
         return min(budget, len(running) + kept), kept
 
-    def _has_newcomers(self, waiting: Collection[str], running: Listed[Sequence]) -> bool:
+    def _has_new_tenants(self, waiting: Collection[str], running: Listed[Sequence]) -> bool:
         """Whether new_tenants wait, and others would use up the step."""
         if not waiting:
             return False
         present = {seq.tenant for seq in running}
-        has_newcomers = any(tenant not in present for tenant in waiting)
+        has_new_tenants = any(tenant not in present for tenant in waiting)
         has_rivals = any(tenant in present for tenant in waiting) or any(
             seq.num_uncomputed > 1 for seq in running
         )
-        return has_newcomers and has_rivals
+        return has_new_tenants and has_rivals
 
 
 class Passing:
@@ -128,8 +128,8 @@ class Passing:
 
     def may_enter(self, seq: Sequence, num_new: int) -> bool:
         """Whether a sequence with `num_new` tokens to compute may be admitted now."""
-        is_newcomer = seq.tenant not in self._present
-        return self._limit is None or is_newcomer or num_new <= self._limit
+        is_new_tenant = seq.tenant not in self._present
+        return self._limit is None or is_new_tenant or num_new <= self._limit
 
     def may_pass(self, seq: Sequence, *, is_blocked: bool = False) -> bool:
         """Whether the next sequence may be tried, although this one can't be admitted. It is

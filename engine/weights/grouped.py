@@ -21,7 +21,7 @@ _PLANES = {bits: np.arange(0, 8, bits, dtype=np.uint8).reshape(-1, 1) for bits i
 
 
 @dataclass(frozen=True, slots=True)
-class Groups:
+class QuantizedGroups:
     """n unpacked blocks. A weight is value * scale."""
 
     values: NDArray[np.int8]  # (n, groups, values per group)
@@ -38,14 +38,16 @@ class Recoding:
     convert: Callable[[Bytes], Bytes]
 
 
-def as_8_bit(unpack: Callable[[Bytes], Groups], blocks: Bytes) -> Bytes:
+def as_8_bit(unpack: Callable[[Bytes], QuantizedGroups], blocks: Bytes) -> Bytes:
     """Blocks of 32 int8 values after one or two scales. The values are exact."""
     groups = unpack(blocks)
     values = groups.values.reshape(-1, _GROUP)
     return np.concatenate((halves(_scales_of(values, groups)), values.view(np.uint8)), axis=1)
 
 
-def as_4_bit(unpack: Callable[[Bytes], Groups], lowest: int, step: int, blocks: Bytes) -> Bytes:
+def as_4_bit(
+    unpack: Callable[[Bytes], QuantizedGroups], lowest: int, step: int, blocks: Bytes
+) -> Bytes:
     """Blocks of 32 4-bit values after their scales and minimums. All values of the type must be
     `lowest` plus 0 to 15 times `step`.
     """
@@ -58,7 +60,7 @@ def as_4_bit(unpack: Callable[[Bytes], Groups], lowest: int, step: int, blocks: 
     return np.concatenate(parts, axis=1)
 
 
-def _scales_of(values: NDArray[np.int8], groups: Groups) -> Floats:
+def _scales_of(values: NDArray[np.int8], groups: QuantizedGroups) -> Floats:
     """The scales of each block of 32 values: (m, 1), or (m, 2) for groups of 16."""
     scales = groups.scales
     if groups.values.shape[2] > _GROUP:
@@ -66,7 +68,7 @@ def _scales_of(values: NDArray[np.int8], groups: Groups) -> Floats:
     return scales.reshape(len(values), -1)
 
 
-def decode_groups(unpack: Callable[[Bytes], Groups], blocks: Bytes, out: Floats) -> None:
+def decode_groups(unpack: Callable[[Bytes], QuantizedGroups], blocks: Bytes, out: Floats) -> None:
     groups = unpack(blocks)
     np.multiply(groups.values, groups.scales[:, :, None], out=out.reshape(groups.values.shape))
 
@@ -91,7 +93,7 @@ def plane(packed: Bytes, width: int, bits: int) -> Bytes:
     return (runs >> _PLANES[bits]) & np.uint8((1 << bits) - 1)
 
 
-def unpack_tq1_0(blocks: Bytes) -> Groups:
+def unpack_tq1_0(blocks: Bytes) -> QuantizedGroups:
     """Bytes 0-47: five ternary digits per byte; 48-51: four digits per byte; 52: scale.
 
     A byte is its digits as a fraction of 256, so multiplying by 3 moves the next digit above bit 7.
@@ -102,36 +104,36 @@ def unpack_tq1_0(blocks: Bytes) -> Groups:
         shifted = blocks[:, start : start + width].reshape(-1, 1, width) * powers
         parts.append(((shifted.astype(np.uint16) * 3) >> 8).reshape(len(blocks), -1))
     values = np.concatenate(parts, axis=1).astype(np.int8) - np.int8(1)
-    return Groups(values[:, None], half(blocks, 52))
+    return QuantizedGroups(values[:, None], half(blocks, 52))
 
 
-def unpack_tq2_0(blocks: Bytes) -> Groups:
+def unpack_tq2_0(blocks: Bytes) -> QuantizedGroups:
     """Bytes 0-63: 2-bit values with an offset of 1; 64: scale."""
     values = plane(blocks[:, :64], 32, 2).view(np.int8) - np.int8(1)
-    return Groups(values.reshape(len(blocks), 1, -1), half(blocks, 64))
+    return QuantizedGroups(values.reshape(len(blocks), 1, -1), half(blocks, 64))
 
 
-def unpack_q1_0(blocks: Bytes) -> Groups:
+def unpack_q1_0(blocks: Bytes) -> QuantizedGroups:
     """Byte 0: scale; 2-17: one bit per value, which is 1 if the value is positive."""
     bits = np.unpackbits(np.ascontiguousarray(blocks[:, 2:]), axis=1, bitorder="little")
     values = (bits << np.uint8(1)).view(np.int8) - np.int8(1)
-    return Groups(values[:, None], half(blocks, 0))
+    return QuantizedGroups(values[:, None], half(blocks, 0))
 
 
-def unpack_mxfp4(blocks: Bytes) -> Groups:
+def unpack_mxfp4(blocks: Bytes) -> QuantizedGroups:
     """Byte 0: exponent of the scale, with an offset of 127; 1-16: FP4 values, the low nibbles
     first.
     """
     values = FP4_LEVELS[plane(blocks[:, 1:], 16, 4)].reshape(len(blocks), 1, -1)
-    return Groups(values, np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128))
+    return QuantizedGroups(values, np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128))
 
 
-def unpack_nvfp4(blocks: Bytes) -> Groups:
+def unpack_nvfp4(blocks: Bytes) -> QuantizedGroups:
     """Bytes 0-3: a scale of 8 bits per 16 values, with 4 bits of exponent and 3 of mantissa; 4-35:
     FP4 values. In each run of 8 bytes, the low nibbles come first.
     """
     values = FP4_LEVELS[plane(blocks[:, 4:], 8, 4)].reshape(len(blocks), 4, 16)
-    return Groups(values, _NVFP4_SCALES[blocks[:, :4]])
+    return QuantizedGroups(values, _NVFP4_SCALES[blocks[:, :4]])
 
 
 def _nvfp4_scales() -> Floats:

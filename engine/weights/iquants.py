@@ -13,7 +13,7 @@ from zlib import decompress
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.weights.grouped import Bytes, Floats, Groups, half, plane
+from engine.weights.grouped import Bytes, Floats, QuantizedGroups, half, plane
 
 Indices = NDArray[np.integer[Any]]
 
@@ -119,7 +119,7 @@ def _odd_scales(factor: Floats, codes: Indices, divisor: int) -> Floats:
     return scales
 
 
-def unpack_iq2_xxs(blocks: Bytes) -> Groups:
+def unpack_iq2_xxs(blocks: Bytes) -> QuantizedGroups:
     """Byte 0: super-scale; 2-65: for each group of 32 values, four grid indices of 8 bits, four
     sign indices of 7 bits and a scale of 4 bits.
     """
@@ -127,47 +127,47 @@ def unpack_iq2_xxs(blocks: Bytes) -> Groups:
     index = np.ascontiguousarray(words[..., 0]).view(np.uint8).reshape(-1, 8, 4)
     values = _signed(_grid("IQ2_XXS")[index], _four_sevens(words[..., 1]))
     scales = _odd_scales(half(blocks, 0), words[..., 1] >> 28, 8)
-    return Groups(values.reshape(-1, 8, 32), scales)
+    return QuantizedGroups(values.reshape(-1, 8, 32), scales)
 
 
-def unpack_iq2_xs(blocks: Bytes) -> Groups:
+def unpack_iq2_xs(blocks: Bytes) -> QuantizedGroups:
     """Byte 0: super-scale; 2-65: 9-bit grid index and 7-bit sign index per 8 values; 66-73: 4-bit
     scales per 16 values.
     """
     index = np.ascontiguousarray(blocks[:, 2:66]).view("<u2")
     values = _signed(_grid("IQ2_XS")[index & 511], _seven_signs(index >> 9))
     scales = _odd_scales(half(blocks, 0), _nibbles(blocks[:, 66:]), 8)
-    return Groups(values.reshape(-1, 16, 16), scales)
+    return QuantizedGroups(values.reshape(-1, 16, 16), scales)
 
 
-def unpack_iq2_s(blocks: Bytes) -> Groups:
+def unpack_iq2_s(blocks: Bytes) -> QuantizedGroups:
     """Byte 0: super-scale; 2-33: low 8 bits of the grid indices; 34-65: sign bits; 66-73: high 2
     bits of the indices; 74-81: 4-bit scales per 16 values.
     """
     high = plane(blocks[:, 66:74], 1, 2).reshape(-1, 32).astype(np.uint16)
     values = _signed(_grid("IQ2_S")[blocks[:, 2:34] | high << 8], blocks[:, 34:66])
     scales = _odd_scales(half(blocks, 0), _nibbles(blocks[:, 74:]), 8)
-    return Groups(values.reshape(-1, 16, 16), scales)
+    return QuantizedGroups(values.reshape(-1, 16, 16), scales)
 
 
-def unpack_iq3_xxs(blocks: Bytes) -> Groups:
+def unpack_iq3_xxs(blocks: Bytes) -> QuantizedGroups:
     """Byte 0: super-scale; 2-65: grid indices; 66-97: for each group of 32 values, four sign
     indices of 7 bits and a scale of 4 bits.
     """
     words = np.ascontiguousarray(blocks[:, 66:]).view("<u4")
     values = _grid("IQ3_XXS")[blocks[:, 2:66]].reshape(-1, 8, 4, 8)
     scales = _odd_scales(half(blocks, 0), words >> 28, 4)
-    return Groups(_signed(values, _four_sevens(words)).reshape(-1, 8, 32), scales)
+    return QuantizedGroups(_signed(values, _four_sevens(words)).reshape(-1, 8, 32), scales)
 
 
-def unpack_iq3_s(blocks: Bytes) -> Groups:
+def unpack_iq3_s(blocks: Bytes) -> QuantizedGroups:
     """Byte 0: super-scale; 2-65: low 8 bits of the grid indices; 66-73: their ninth bits; 74-105:
     sign bits; 106-109: 4-bit scales per 32 values.
     """
     ninth = plane(blocks[:, 66:74], 1, 1).reshape(-1, 64).astype(np.uint16)
     values = _grid("IQ3_S")[blocks[:, 2:66] | ninth << 8].reshape(-1, 32, 8)
     scales = _odd_scales(half(blocks, 0), _nibbles(blocks[:, 106:]), 1)
-    return Groups(_signed(values, blocks[:, 74:106]).reshape(-1, 8, 32), scales)
+    return QuantizedGroups(_signed(values, blocks[:, 74:106]).reshape(-1, 8, 32), scales)
 
 
 def _shifted(index: Indices, is_down: NDArray[np.bool_]) -> NDArray[np.int8]:
@@ -178,7 +178,7 @@ def _shifted(index: Indices, is_down: NDArray[np.bool_]) -> NDArray[np.int8]:
     return _grid("IQ1")[index] * np.int8(8) + shift[..., None]
 
 
-def unpack_iq1_s(blocks: Bytes) -> Groups:
+def unpack_iq1_s(blocks: Bytes) -> QuantizedGroups:
     """Byte 0: super-scale; 2-33: low 8 bits of the grid indices; 34-49: for each group of 32
     values, the high 3 bits of four indices, a scale of 3 bits and the shift.
     """
@@ -187,10 +187,10 @@ def unpack_iq1_s(blocks: Bytes) -> Groups:
     index = blocks[:, 2:34].reshape(-1, 8, 4) | high << 8
     values = _shifted(index, (words >> 15 == 1)[..., None])
     scales = _odd_scales(half(blocks, 0), words >> 12 & 7, 8)
-    return Groups(values.reshape(-1, 8, 32), scales)
+    return QuantizedGroups(values.reshape(-1, 8, 32), scales)
 
 
-def unpack_iq1_m(blocks: Bytes) -> Groups:
+def unpack_iq1_m(blocks: Bytes) -> QuantizedGroups:
     """Bytes 0-31: low 8 bits of the grid indices; 32-47: per index 3 high bits and the shift;
     48-55: four words, each with four scales of 3 bits and 4 bits of the super-scale.
     """
@@ -201,4 +201,4 @@ def unpack_iq1_m(blocks: Bytes) -> Groups:
     scales = _odd_scales(factor, small.reshape(-1, 16), 8)
     extra = plane(blocks[:, 32:48], 1, 4).reshape(-1, 32).astype(np.uint16)
     values = _shifted(blocks[:, :32] | (extra & 7) << 8, extra >> 3 == 1)
-    return Groups(values.reshape(-1, 16, 16), scales)
+    return QuantizedGroups(values.reshape(-1, 16, 16), scales)

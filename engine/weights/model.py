@@ -41,7 +41,7 @@ from engine.weights.gguf import GgufCheckpoint, open_gguf, part_names
 from engine.weights.lazy_tensor import Checkpoint
 from engine.weights.pooling import (
     DecoderTask,
-    Prompts,
+    InputPrompts,
     decoder_task,
     read_prompts,
     with_pooling,
@@ -86,9 +86,9 @@ class ModelSource:
         return sum(tensor.nbytes for tensor in self.checkpoint.tensors.values())
 
     @property
-    def prompts(self) -> Prompts:
+    def prompts(self) -> InputPrompts:
         """The texts to put before embedding inputs. GGUF files have none."""
-        return read_prompts(self.path) if self.path.is_dir() else Prompts()
+        return read_prompts(self.path) if self.path.is_dir() else InputPrompts()
 
     @property
     def task(self) -> DecoderTask | None:

@@ -41,16 +41,16 @@ def with_pooling(config: ModelConfig, directory: Path) -> ModelConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompts:
+class InputPrompts:
     """Texts that are put before an input, by name. The default is used if no name is given."""
 
     by_name: Mapping[str, str] = field(default_factory=dict)
     default: str = ""
 
 
-def read_prompts(directory: Path) -> Prompts:
+def read_prompts(directory: Path) -> InputPrompts:
     if not (directory / PROMPTS_NAME).exists():
-        return Prompts()
+        return InputPrompts()
     reader = Reader(read_json(directory, PROMPTS_NAME), PROMPTS_NAME)
     found: dict[str, Any] = reader.read(dict, "prompts", default={})
     if not all(isinstance(text, str) for text in found.values()):
@@ -58,7 +58,7 @@ def read_prompts(directory: Path) -> Prompts:
     name = reader.read(str, "default_prompt_name", default=None)
     if name is not None and name not in found:
         raise ModelFormatError(f"{PROMPTS_NAME}: key 'default_prompt_name': no prompt '{name}'")
-    return Prompts(found, found[name] if name is not None else "")
+    return InputPrompts(found, found[name] if name is not None else "")
 
 
 @dataclass(frozen=True, slots=True)

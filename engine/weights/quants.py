@@ -17,7 +17,7 @@ from engine.weights import grouped, iquants, kquants
 from engine.weights.grouped import (
     Bytes,
     Floats,
-    Groups,
+    QuantizedGroups,
     Recoding,
     decode_groups,
     half,
@@ -181,7 +181,7 @@ def _pair(blocks: Bytes, offset: int) -> Floats:
     return blocks[:, offset : offset + 4].view("<f2").astype(np.float32)[:, :, None]
 
 
-Unpack = Callable[[Bytes], Groups]
+Unpack = Callable[[Bytes], QuantizedGroups]
 
 
 def _in_8_bits(

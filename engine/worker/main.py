@@ -337,7 +337,7 @@ def main(
 
 
 def _fatal(error: Exception) -> Fatal:
-    """What the frontend is told of a failure that has no message of its own."""
+    """The message to the frontend about a failure that has no message for users."""
     if (cause := what_ran_out(error)) is not None:
         log.error("the engine failed: %s", cause)
         return Fatal(ResourceError.code, f"The engine does not fit: {cause}")

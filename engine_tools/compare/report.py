@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.routing.shadow.agreement import Agreement, Divergence, compare_answers
 from engine_tools.compare.prompts import ComparedPrompt
-from engine_tools.compare.run import ComparedOutcome, Trial
+from engine_tools.compare.run import ComparedOutcome, CompareTrial
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -29,7 +29,7 @@ class ComparedBackend:
     or the reference had an error.
     """
 
-    trial: Trial
+    trial: CompareTrial
     agreements: tuple[Agreement | None, ...]
     is_reference: bool
 
@@ -65,7 +65,7 @@ class ComparedBackend:
         return self.trial.num_tokens / self.trial.wall_s if self.trial.wall_s else None
 
 
-def rows_of(trials: Sequence[Trial], tie_nats: float) -> list[ComparedBackend]:
+def rows_of(trials: Sequence[CompareTrial], tie_nats: float) -> list[ComparedBackend]:
     """One row per trial. The first trial is the reference, with which all trials are compared."""
     reference = trials[0].outcomes
     return [

@@ -48,7 +48,7 @@ class ComparedOutcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class CompareTrial:
     """One backend's outcomes, in the order of the prompts. If the backend could not run, `failure`
     says why.
     """
@@ -72,14 +72,14 @@ def make_contender(contender: Contender) -> InferenceBackend:
 
 async def run_all(
     contenders: Sequence[Contender], plan: Plan, say: Say, make: Make = make_contender
-) -> list[Trial]:
+) -> list[CompareTrial]:
     """Run all backends. The first is the reference.
 
     Raises if the reference fails, because then there is nothing to compare with. If a backend has
     invalid options, raises before the first backend starts.
     """
     backends = [make(contender) for contender in contenders]
-    trials: list[Trial] = []
+    trials: list[CompareTrial] = []
     for contender, backend in zip(contenders, backends, strict=True):
         trial = await _try(contender, backend, plan, say)
         if not trials and trial.failure is not None:
@@ -88,7 +88,9 @@ async def run_all(
     return trials
 
 
-async def _try(contender: Contender, backend: InferenceBackend, plan: Plan, say: Say) -> Trial:
+async def _try(
+    contender: Contender, backend: InferenceBackend, plan: Plan, say: Say
+) -> CompareTrial:
     say(f"{contender.name}: starting")
     began = time.monotonic()
     try:
@@ -103,11 +105,11 @@ async def _try(contender: Contender, backend: InferenceBackend, plan: Plan, say:
         outcomes = await _ask_all(contender.name, backend, params, plan, say)
         wall_s = time.monotonic() - measured
     except EngineError as error:
-        return Trial(contender, failure=error)
+        return CompareTrial(contender, failure=error)
     finally:
         say(f"{contender.name}: stopping")
         await backend.stop()
-    return Trial(contender, outcomes, None, card, started - began, wall_s, notes)
+    return CompareTrial(contender, outcomes, None, card, started - began, wall_s, notes)
 
 
 def _check(card: ModelCard, prompts: Sequence[ComparedPrompt]) -> None:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from engine_tools.conformance.rule import Result
+from engine_tools.conformance.rule import RuleResult
 from engine_tools.conformance.target import Target
 
 if TYPE_CHECKING:
@@ -18,12 +18,12 @@ _STYLES = {"pass": "green", "fail": "bold red", "advice": "yellow", "skipped": "
 _LABELS = {"fail": "FAIL"}
 
 
-def counts(results: Sequence[Result]) -> dict[str, int]:
+def counts(results: Sequence[RuleResult]) -> dict[str, int]:
     found = Counter(result.outcome for result in results)
     return {outcome: found[outcome] for outcome in ("pass", "fail", "advice", "skipped")}
 
 
-def summary(results: Sequence[Result]) -> str:
+def summary(results: Sequence[RuleResult]) -> str:
     count = counts(results)
     return (
         f"{len(results)} rules: {count['pass']} passed, {count['fail']} failed,"
@@ -31,7 +31,7 @@ def summary(results: Sequence[Result]) -> str:
     )
 
 
-def as_json(target: Target, results: Sequence[Result]) -> dict[str, Any]:
+def as_json(target: Target, results: Sequence[RuleResult]) -> dict[str, Any]:
     return {
         "url": str(target.client.base_url),
         "model": target.model,
@@ -52,7 +52,7 @@ def as_json(target: Target, results: Sequence[Result]) -> dict[str, Any]:
     }
 
 
-def as_table(results: Sequence[Result]) -> "Table":
+def as_table(results: Sequence[RuleResult]) -> "Table":
     from rich.table import Table
     from rich.text import Text
 
@@ -72,7 +72,7 @@ def as_table(results: Sequence[Result]) -> "Table":
     return table
 
 
-def _explanation(result: Result) -> str:
+def _explanation(result: RuleResult) -> str:
     detail = "".join(each if each.isprintable() else " " for each in result.detail)
     if result.outcome in ("pass", "skipped"):
         return detail

@@ -28,7 +28,7 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class RuleResult:
     """The result of one rule. `detail` says what the server did, or why the rule was skipped."""
 
     rule: Rule

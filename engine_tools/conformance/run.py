@@ -10,7 +10,7 @@ import httpx
 
 from engine.core.errors import InvalidRequestError, UnavailableError
 from engine_tools.conformance.expect import RuleFailed, RuleSkipped
-from engine_tools.conformance.rule import Group, Result, Rule
+from engine_tools.conformance.rule import Group, Rule, RuleResult
 from engine_tools.conformance.target import SDK_HEADERS, Target
 
 _CONTEXT_KEYS = ("max_model_len", "context_length", "context_window")
@@ -61,8 +61,8 @@ async def run_rules(
     target: Target,
     groups: Sequence[Group],
     only: Iterable[str] = (),
-    on_result: Callable[[Result], None] = lambda result: None,
-) -> list[Result]:
+    on_result: Callable[[RuleResult], None] = lambda result: None,
+) -> list[RuleResult]:
     """Run every rule of `groups`, or only of the groups named in `only`. If the server lacks an
     optional group, its rules are skipped, but they fail if the group is named in `only`.
     """
@@ -73,7 +73,7 @@ async def run_rules(
         raise InvalidRequestError(
             f"There is no group {sorted(unknown)[0]!r}. Groups: {names}.", param="only"
         )
-    results: list[Result] = []
+    results: list[RuleResult] = []
     for group in groups:
         if wanted and group.name not in wanted:
             continue
@@ -82,7 +82,7 @@ async def run_rules(
             if missing is None:
                 result = await run_rule(rule, target)
             else:
-                result = Result(rule, "fail" if wanted else "skipped", missing)
+                result = RuleResult(rule, "fail" if wanted else "skipped", missing)
             results.append(result)
             on_result(result)
     return results
@@ -97,17 +97,17 @@ async def _missing(group: Group, target: Target) -> str | None:
         return None  # the endpoint exists; its rules will get the same error and report it
 
 
-async def run_rule(rule: Rule, target: Target) -> Result:
+async def run_rule(rule: Rule, target: Target) -> RuleResult:
     try:
         await rule.check(target)
     except RuleSkipped as skipped:
-        return Result(rule, "skipped", str(skipped))
+        return RuleResult(rule, "skipped", str(skipped))
     except RuleFailed as failed:
         is_advice = failed.is_advice or rule.severity == "advice"
-        return Result(rule, "advice" if is_advice else "fail", str(failed))
+        return RuleResult(rule, "advice" if is_advice else "fail", str(failed))
     except httpx.HTTPError as error:
-        return Result(rule, "fail", f"the request got no whole answer: {_named(error)}")
-    return Result(rule, "pass")
+        return RuleResult(rule, "fail", f"the request got no whole answer: {_named(error)}")
+    return RuleResult(rule, "pass")
 
 
 def _named(error: httpx.HTTPError) -> str:

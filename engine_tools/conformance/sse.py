@@ -17,19 +17,19 @@ _FIELDS = frozenset({"data", "event", "id", "retry"})
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class SseEvent:
     name: str | None
     data: str
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
+class SseStream:
     """A complete stream of events. `problems` are violations of the server-sent events format
     itself.
     """
 
     headers: httpx.Headers
-    events: tuple[Event, ...]
+    events: tuple[SseEvent, ...]
     problems: tuple[str, ...]
 
     @property
@@ -54,14 +54,14 @@ def _parsed(data: str) -> dict[str, Any]:
     return value
 
 
-def read_stream(headers: httpx.Headers, raw: bytes) -> Stream:
+def read_stream(headers: httpx.Headers, raw: bytes) -> SseStream:
     problems: list[str] = []
     try:
         text = raw.decode()
     except UnicodeDecodeError as error:
         problems.append(f"byte {error.start} is not UTF-8")
         text = raw.decode(errors="replace")
-    events: list[Event] = []
+    events: list[SseEvent] = []
     name: str | None = None
     data: list[str] = []
     for line in text.replace("\r\n", "\n").split("\n"):
@@ -69,7 +69,7 @@ def read_stream(headers: httpx.Headers, raw: bytes) -> Stream:
         value = value.removeprefix(" ")
         if not line:
             if data:
-                events.append(Event(name, "\n".join(data)))
+                events.append(SseEvent(name, "\n".join(data)))
             name, data = None, []
         elif not field:  # an empty field name marks a comment
             continue
@@ -83,5 +83,5 @@ def read_stream(headers: httpx.Headers, raw: bytes) -> Stream:
             data.append(value)
     if data:
         problems.append("the last event is not ended by an empty line")
-        events.append(Event(name, "\n".join(data)))
-    return Stream(headers, tuple(events), tuple(problems))
+        events.append(SseEvent(name, "\n".join(data)))
+    return SseStream(headers, tuple(events), tuple(problems))

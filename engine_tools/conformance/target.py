@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import httpx
 
 from engine_tools.conformance.expect import REFUSALS, RuleFailed, RuleSkipped
-from engine_tools.conformance.sse import Stream, read_stream
+from engine_tools.conformance.sse import SseStream, read_stream
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -125,7 +125,7 @@ class Target:
         self.seen.append(reply)
         return reply
 
-    async def stream(self, path: str, body: dict[str, Any]) -> Stream:
+    async def stream(self, path: str, body: dict[str, Any]) -> SseStream:
         """Send a streaming request and read the stream to its end. If the server refuses the
         request, the rule fails.
         """
@@ -166,10 +166,10 @@ class Target:
 
         return await self.once("plain chat", ask)
 
-    async def plain_stream(self) -> Stream:
+    async def plain_stream(self) -> SseStream:
         return await self.once("plain stream", lambda: self.stream(CHAT, self.chat()))
 
-    async def usage_stream(self) -> Stream:
+    async def usage_stream(self) -> SseStream:
         body = self.chat(stream_options={"include_usage": True})
         return await self.once("usage stream", lambda: self.stream(CHAT, body))
 

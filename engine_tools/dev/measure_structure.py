@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import combinations
 
-from engine_tools.source_trees import PACKAGES, ROOT, Source, imports, is_within, sources
+from engine_tools.source_trees import PACKAGES, ROOT, SourceFile, imports, is_within, sources
 
 LONG_IMPORT_PARTS = 6
 LARGE_FOLDER_FILES = 20
@@ -180,7 +180,7 @@ def large_folders() -> list[str]:
     ]
 
 
-def code_lines(source: Source) -> list[tuple[int, str]]:
+def code_lines(source: SourceFile) -> list[tuple[int, str]]:
     """Without blank lines, comments and docstrings: a clear text costs nothing."""
     texts = set()
     for node in ast.walk(source.tree):
@@ -216,7 +216,7 @@ def duplicated_runs() -> list[str]:
     return [f"{at(one)} and {at(other)}" for one, other in starts]
 
 
-def _compared_lines(source: Source) -> list[tuple[int, str]]:
+def _compared_lines(source: SourceFile) -> list[tuple[int, str]]:
     imported = {
         number
         for node in source.nodes

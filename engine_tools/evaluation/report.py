@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from engine_tools.evaluation.items import Item, expected
-from engine_tools.evaluation.run import Evaluated
+from engine_tools.evaluation.run import EvaluatedModel
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -56,7 +56,7 @@ class Difference:
         return float(min(Fraction(1), Fraction(2 * tail, 1 << total)))
 
 
-def shares(evaluated: Evaluated) -> dict[str, Share]:
+def shares(evaluated: EvaluatedModel) -> dict[str, Share]:
     """Each measure's share of right answers. Questions that failed do not count."""
     found: dict[str, list[bool]] = {}
     for result in evaluated.results:
@@ -65,7 +65,7 @@ def shares(evaluated: Evaluated) -> dict[str, Share]:
     return {measure: Share(sum(each), len(each)) for measure, each in found.items()}
 
 
-def overall(evaluated: Evaluated) -> Share:
+def overall(evaluated: EvaluatedModel) -> Share:
     """The share over all questions, each by the measure of its own check."""
     decided = [each for each in map(_is_right, evaluated.results) if each is not None]
     return Share(sum(decided), len(decided))
@@ -75,13 +75,13 @@ def _is_right(result: Any) -> bool | None:
     return next(iter(result.scores.values()), None) if result is not None else None
 
 
-def differences(models: Sequence[Evaluated]) -> list[Difference]:
+def differences(models: Sequence[EvaluatedModel]) -> list[Difference]:
     """Every later model against the first one."""
     first, *others = models
     return [_difference(first, other) for other in others]
 
 
-def _difference(first: Evaluated, second: Evaluated) -> Difference:
+def _difference(first: EvaluatedModel, second: EvaluatedModel) -> Difference:
     pairs = [
         (_is_right(a), _is_right(b)) for a, b in zip(first.results, second.results, strict=True)
     ]
@@ -90,7 +90,7 @@ def _difference(first: Evaluated, second: Evaluated) -> Difference:
     )
 
 
-def as_table(models: Sequence[Evaluated]) -> "Table":
+def as_table(models: Sequence[EvaluatedModel]) -> "Table":
     """A row for each model, and one for each measure if there are several."""
     from rich.table import Column, Table
 
@@ -111,7 +111,7 @@ def _cells(share: Share) -> tuple[str, str, str]:
     return f"{share.num_right} of {share.total}", f"{share.value:.1%}", f"{low:.1%} - {high:.1%}"
 
 
-def difference_lines(models: Sequence[Evaluated]) -> list[str]:
+def difference_lines(models: Sequence[EvaluatedModel]) -> list[str]:
     lines = []
     for each in differences(models):
         lines.append(
@@ -121,7 +121,9 @@ def difference_lines(models: Sequence[Evaluated]) -> list[str]:
     return lines
 
 
-def wrong_table(models: Sequence[Evaluated], items: Sequence[Item], limit: int) -> "Table | None":
+def wrong_table(
+    models: Sequence[EvaluatedModel], items: Sequence[Item], limit: int
+) -> "Table | None":
     """The first wrong answers, or None if there are none."""
     from rich.table import Table
     from rich.text import Text
@@ -137,7 +139,7 @@ def wrong_table(models: Sequence[Evaluated], items: Sequence[Item], limit: int) 
     return table if table.row_count else None
 
 
-def as_json(models: Sequence[Evaluated]) -> dict[str, Any]:
+def as_json(models: Sequence[EvaluatedModel]) -> dict[str, Any]:
     return {
         "models": [
             {

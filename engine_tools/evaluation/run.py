@@ -37,7 +37,7 @@ class EvaluationPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluated:
+class EvaluatedModel:
     """What one model did. `results` are in the order of the questions; None is an error."""
 
     name: str
@@ -53,7 +53,7 @@ async def evaluate(
     plan: EvaluationPlan,
     file: ResultFile,
     say: Say,
-) -> list[Evaluated]:
+) -> list[EvaluatedModel]:
     """Ask all models. Raises if a model does not start, or lacks what a question needs."""
     if judge is None and any(isinstance(each.check, JudgeCheck) for each in plan.items):
         raise ConfigError("questions with criteria need a judge: --judge MODEL", param="judge")
@@ -87,7 +87,7 @@ async def _started(contender: Contender, plan: EvaluationPlan, say: Say) -> Asyn
 
 async def _ask_all(
     name: str, asker: Asker, plan: EvaluationPlan, file: ResultFile, say: Say
-) -> Evaluated:
+) -> EvaluatedModel:
     num_done, num_tokens, errors = 0, 0, []
 
     async def ask(item: Item) -> Result | None:
@@ -107,12 +107,12 @@ async def _ask_all(
 
     began = time.monotonic()
     results = await _limited(plan, [ask(item) for item in plan.items])
-    return Evaluated(name, results, tuple(errors), time.monotonic() - began, num_tokens)
+    return EvaluatedModel(name, results, tuple(errors), time.monotonic() - began, num_tokens)
 
 
 async def _judge_all(
-    evaluated: Evaluated, judge: Asker, plan: EvaluationPlan, file: ResultFile, say: Say
-) -> Evaluated:
+    evaluated: EvaluatedModel, judge: Asker, plan: EvaluationPlan, file: ResultFile, say: Say
+) -> EvaluatedModel:
     errors = list(evaluated.errors)
 
     async def decide(item: Item, result: Result | None) -> Result | None:
@@ -131,7 +131,9 @@ async def _judge_all(
     say(f"judging the answers of {evaluated.name}")
     pairs = zip(plan.items, evaluated.results, strict=True)
     results = await _limited(plan, [decide(item, result) for item, result in pairs])
-    return Evaluated(evaluated.name, results, tuple(errors), evaluated.wall_s, evaluated.num_tokens)
+    return EvaluatedModel(
+        evaluated.name, results, tuple(errors), evaluated.wall_s, evaluated.num_tokens
+    )
 
 
 async def _limited(
@@ -158,5 +160,5 @@ def _result(name: str, plan: EvaluationPlan, item: Item, scored: Scored) -> Resu
     )
 
 
-def _undecided(evaluated: Evaluated) -> bool:
+def _undecided(evaluated: EvaluatedModel) -> bool:
     return any(each is not None and not each.scores for each in evaluated.results)

@@ -10,7 +10,7 @@ _FENCE = re.compile(r"```(?:json)?\s*\n(.*?)```", re.S)
 
 
 def schema_fault(schema: Any) -> str | None:
-    """Why this is no JSON schema, or None if it is one."""
+    """Why a value is not a JSON schema. None if it is one."""
     validators, exceptions = _package()
     try:
         validators.validator_for(schema).check_schema(schema)

@@ -13,7 +13,15 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from engine.core.errors import ConfigError
-from engine_tools.graph.facts import BEFORE, NodeFacts, Report, Section, StepFacts, by_nodes, fold
+from engine_tools.graph.facts import (
+    BEFORE,
+    GraphSection,
+    NodeFacts,
+    Report,
+    StepFacts,
+    by_nodes,
+    fold,
+)
 from engine_tools.graph.text import graph_text, header, node_value, node_weight, step_caption
 
 _LINE, _PAD, _GAP = 15, 6, 14  # pixels: line height, padding inside a box, gap between boxes
@@ -55,7 +63,7 @@ class _Drawing:
     y: int = _PAD
     nodes: list[_Box] = field(default_factory=list)
 
-    def section(self, section: Section) -> None:
+    def section(self, section: GraphSection) -> None:
         before, top = self.nodes[-1] if self.nodes else None, self.y
         if section.layers:
             self.y += _PAD
@@ -182,7 +190,7 @@ def graph_dot(report: Report) -> str:
     return "\n".join([*lines, "}"])
 
 
-def _section(number: int, section: Section, report: Report) -> Iterator[str]:
+def _section(number: int, section: GraphSection, report: Report) -> Iterator[str]:
     yield f"  subgraph cluster_{number} {{"
     if section.layers:
         yield f"    label={_quoted([section.title])}; style=rounded;"
@@ -199,7 +207,7 @@ def _section(number: int, section: Section, report: Report) -> Iterator[str]:
     yield "  }"
 
 
-def _edges(number: int, section: Section, last: str | None) -> Iterator[str]:
+def _edges(number: int, section: GraphSection, last: str | None) -> Iterator[str]:
     own = {node.name for node in section.nodes}
     for node in section.nodes:
         for name in node.inputs:

@@ -80,9 +80,9 @@ class StepFacts:
 
 @dataclass(frozen=True, slots=True)
 class PlaceFacts:
-    """A memory range in the activation arena, called a place. Buffers that are not needed at the
-    same time share a place. A place has room for `floats` numbers per row. `per` says what a row is
-    here: a token, or a token whose logits are computed.
+    """A memory range of the activation arena. Buffers that are not in use at the same time share
+    one. It holds `floats` numbers for each token, or for each token whose logits are computed;
+    `per` says which.
     """
 
     floats: int
@@ -141,7 +141,7 @@ BEFORE = "(before)"
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class GraphSection:
     """A section of the graph after identical layers were merged. It has either nodes outside the
     layers, or the nodes of a group of identical layers. Names have no `layers.N.` prefix.
     """
@@ -173,7 +173,7 @@ class _Part:
         return repr((self.layer is None, self.nodes, timeless))
 
 
-def fold(report: Report) -> list[Section]:
+def fold(report: Report) -> list[GraphSection]:
     """Merge identical layers into sections. A section takes the place of its first layer."""
     forms: dict[str, list[_Part]] = {}
     for part in _parts(report):
@@ -181,7 +181,7 @@ def fold(report: Report) -> list[Section]:
     return [_section(alike) for alike in forms.values()]
 
 
-def by_nodes(section: Section) -> list[tuple[list[NodeFacts], list[StepFacts]]]:
+def by_nodes(section: GraphSection) -> list[tuple[list[NodeFacts], list[StepFacts]]]:
     """Group the section's nodes by the plan steps that compute them. Each group comes with its plan
     steps.
     """
@@ -196,13 +196,13 @@ def by_nodes(section: Section) -> list[tuple[list[NodeFacts], list[StepFacts]]]:
     return groups
 
 
-def _section(alike: list[_Part]) -> Section:
+def _section(alike: list[_Part]) -> GraphSection:
     layers = tuple(part.layer for part in alike if part.layer is not None)
     steps = []
     for same in zip(*(part.steps for part in alike), strict=True):
         spent = [step.seconds for step in same if step.seconds is not None]
         steps.append(replace(same[0], seconds=sum(spent) / len(spent) if spent else None))
-    return Section(layers, alike[0].nodes, tuple(steps))
+    return GraphSection(layers, alike[0].nodes, tuple(steps))
 
 
 def _parts(report: Report) -> Iterator[_Part]:

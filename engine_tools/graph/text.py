@@ -5,7 +5,7 @@ drawings use them too.
 from collections.abc import Iterator, Sequence
 
 from engine.cli.model_report import human_bytes
-from engine_tools.graph.facts import NodeFacts, Report, Section, StepFacts, WeightFacts, fold
+from engine_tools.graph.facts import GraphSection, NodeFacts, Report, StepFacts, WeightFacts, fold
 
 _UNKNOWN = "not built"
 # On an idle machine, the times of the plan steps add up to at least this share of the time of a
@@ -85,7 +85,7 @@ def step_caption(step: StepFacts, report: Report) -> list[str]:
     return [first, second, third]
 
 
-def _graph(report: Report, sections: Sequence[Section]) -> Iterator[str]:
+def _graph(report: Report, sections: Sequence[GraphSection]) -> Iterator[str]:
     yield f"GRAPH  {_count(len(report.nodes), 'node')}; T tokens, R wanted logits"
     rows: list[list[str]] = [["node", "op", "reads", "weights", "makes"]]
     for section in sections:
@@ -100,7 +100,7 @@ def _graph(report: Report, sections: Sequence[Section]) -> Iterator[str]:
     yield f"gives {', '.join(report.outputs)}"
 
 
-def _plan(report: Report, sections: Sequence[Section]) -> Iterator[str]:
+def _plan(report: Report, sections: Sequence[GraphSection]) -> Iterator[str]:
     room = report.capacity
     yield (
         f"PLAN  {_count(len(report.steps), 'step')}, for up to {_count(room.tokens, 'token')} and "

@@ -45,7 +45,7 @@ def check_numpy():
         )
 
 
-class Server:
+class TritonTarget:
     """The engine server. Each thread keeps a connection."""
 
     def __init__(self, url, model):
@@ -110,7 +110,7 @@ class TritonPythonModel:
         config = json.loads(args["model_config"])
         self._inputs = [each["name"] for each in config["input"]]
         settings = {name: each["string_value"] for name, each in config["parameters"].items()}
-        self._server = Server(settings["url"], settings["model"])
+        self._server = TritonTarget(settings["url"], settings["model"])
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="engine")
 
     def execute(self, requests):

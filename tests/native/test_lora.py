@@ -69,7 +69,7 @@ def runner_for(source: ModelSource, adapters: list[Adapter]) -> Any:
     return runner
 
 
-def in_floats(sites: tuple[packing.Site, ...]) -> tuple[packing.Site, ...]:
+def in_floats(sites: tuple[packing.AdaptedMatmul, ...]) -> tuple[packing.AdaptedMatmul, ...]:
     return tuple(replace(site, numerics="f32") for site in sites)
 
 

@@ -4,7 +4,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine.core.interfaces.plugin import TextFilter
-from engine.plugins.channel import Channel, mistake_in
+from engine.plugins.channel import FilteredText, mistake_in
 from engine.plugins.pii import PiiRedactor
 from engine.plugins.pii_patterns import KINDS
 
@@ -53,7 +53,7 @@ cuts = st.lists(st.integers(1, 12), max_size=400)
 
 
 def streamed(text: str, sizes: list[int], text_filter: TextFilter) -> str:
-    channel = Channel(text_filter)
+    channel = FilteredText(text_filter)
     written, position = "", 0
     for size in [*sizes, len(text)]:
         piece = text[position : position + size]
@@ -97,7 +97,7 @@ def test_pii_is_never_emitted_by_the_streaming_redactor(
 def test_the_redactor_holds_back_little_of_plain_text() -> None:
     made = PiiRedactor().text_filter(None)  # type: ignore[arg-type]
     assert made is not None
-    channel = Channel(made)
+    channel = FilteredText(made)
     for word in ("The", " quick", " brown", " FOX", " has", " 3", " legs"):
         channel.add(word, ())
         channel.settle(made(channel.pending, False), False)

@@ -210,9 +210,11 @@ class CustomBackend(InferenceBackend):
         return can_take
 
     def _move(self, opened: OpenRequest) -> bool:
-        if self.on_orphan is None or (fingerprint := self.fingerprint) is None:
+        if self.on_interrupted is None or (fingerprint := self.fingerprint) is None:
             return False
-        return self.on_orphan(InterruptedRequest(opened.request.request_id, fingerprint, opened))
+        return self.on_interrupted(
+            InterruptedRequest(opened.request.request_id, fingerprint, opened)
+        )
 
     def _read_text(self, path: Path) -> TextModel:
         text = self.read_text(path)

@@ -145,7 +145,7 @@ class ExternalChild:
 
 
 def ending(status: int) -> str:
-    """An exit status in words."""
+    """A text for an exit status."""
     number = -status if status < 0 else status - 128
     if 0 < number < signal.NSIG:
         with suppress(ValueError):

@@ -59,7 +59,7 @@ class OpenAIConfig(BackendConfig):
 
 
 @dataclass(frozen=True)
-class Endpoint:
+class ServerAddress:
     """A parsed server address."""
 
     url: str
@@ -88,13 +88,13 @@ class Endpoint:
         return self.tls is None and self.unix_path is None and self.host not in _LOOPBACK
 
 
-def parse_endpoint(base_url: str) -> Endpoint:
+def parse_endpoint(base_url: str) -> ServerAddress:
     """Parse an address. If it is invalid, raises a `ConfigError` that explains the format."""
     if base_url.startswith(_UNIX):
         path = base_url.removeprefix(_UNIX)
         if not path.startswith("/") or "\0" in path:
             raise _bad_url("a socket's path is absolute, as in unix:///run/engine.sock")
-        return Endpoint(base_url, "localhost", 0, "/v1", unix_path=path)
+        return ServerAddress(base_url, "localhost", 0, "/v1", unix_path=path)
     try:
         parts = urlsplit(base_url)
         port = parts.port
@@ -110,7 +110,7 @@ def parse_endpoint(base_url: str) -> Endpoint:
     if not (parts.path.isascii() and parts.path.isprintable()) or " " in parts.path:
         raise _bad_url("its path has characters that have to be written as %XX")
     tls = ssl.create_default_context() if parts.scheme == "https" else None
-    return Endpoint(
+    return ServerAddress(
         url=base_url.rstrip("/"),
         host=parts.hostname,
         port=port or (443 if tls is not None else 80),

@@ -49,7 +49,7 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Found:
+class DiscoveredServer:
     dialect: Dialect
     card: ModelCard
     vocab_size: int | None  # if the server reports it
@@ -66,7 +66,7 @@ class Discovery:
         self._prefix = prefix
         self._root = root
 
-    async def run(self) -> Found:
+    async def run(self) -> DiscoveredServer:
         """Find dialect and model. Raises `ConfigError` if the configuration must be changed, and
         `ModelError` if the server does not answer.
         """
@@ -81,7 +81,7 @@ class Discovery:
             emulated=dialect.emulated | (extra & _CAN_EMULATE),
         )
         vocab_size = None if model.meta is None else model.meta.n_vocab
-        return Found(dialect, self._card(dialect, model, facts), vocab_size)
+        return DiscoveredServer(dialect, self._card(dialect, model, facts), vocab_size)
 
     async def _listed(self) -> list[WireModel] | None:
         """The models that the server lists. None if it has no route for that."""

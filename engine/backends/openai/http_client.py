@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar, cast
 import httptools
 import msgspec
 
-from engine.backends.openai.config import Endpoint
+from engine.backends.openai.config import ServerAddress
 
 # A connection that was idle for longer is not reused, because the server may be about to close it.
 MAX_IDLE_S = 30.0
@@ -253,7 +253,7 @@ class HttpClient:
 
     def __init__(
         self,
-        endpoint: Endpoint,
+        endpoint: ServerAddress,
         header_lines: list[str],
         *,
         connect_timeout_s: float,

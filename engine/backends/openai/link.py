@@ -10,9 +10,9 @@ import msgspec
 
 from engine.backends.base import EventSink
 from engine.backends.openai.answer import AnswerReceiver, run_side_by_side
-from engine.backends.openai.config import Endpoint, OpenAIConfig
+from engine.backends.openai.config import OpenAIConfig, ServerAddress
 from engine.backends.openai.dialects import TokenApi
-from engine.backends.openai.discovery import Found
+from engine.backends.openai.discovery import DiscoveredServer
 from engine.backends.openai.failures import KeyRefusedError, error_of, unavailable
 from engine.backends.openai.http_client import (
     NO_HEADERS,
@@ -187,7 +187,11 @@ class ServerLink:
     """One model of one server, with the server's health."""
 
     def __init__(
-        self, client: HttpClient, config: OpenAIConfig, endpoint: Endpoint, found: Found
+        self,
+        client: HttpClient,
+        config: OpenAIConfig,
+        endpoint: ServerAddress,
+        found: DiscoveredServer,
     ) -> None:
         self._client = client
         self._dialect = found.dialect

@@ -14,9 +14,9 @@ import msgspec
 from engine.backends.base import EventSink
 from engine.backends.openai.failures import error_in_stream, unavailable
 from engine.backends.openai.wire import (
-    Chunk,
     WireCall,
     WireChoice,
+    WireChunk,
     WireLogprobs,
     WireToken,
     WireTop,
@@ -146,7 +146,7 @@ class AnswerReader:
             reasoning_tokens=0 if details is None else details.reasoning_tokens or 0,
         )
 
-    def _failure(self, chunk: Chunk) -> Exception:
+    def _failure(self, chunk: WireChunk) -> Exception:
         told = chunk.error or {"message": chunk.message}
         return error_in_stream(told, self._expected.grammar_param)
 

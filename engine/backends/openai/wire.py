@@ -86,7 +86,7 @@ class Verbose(msgspec.Struct):
     stopping_word: str | None = None
 
 
-class Chunk(msgspec.Struct):
+class WireChunk(msgspec.Struct):
     choices: list[WireChoice] | None = None
     usage: WireUsage | None = None
     # only llama-server sends it
@@ -131,6 +131,6 @@ class WireModels(msgspec.Struct):
     data: list[WireModel] | None = None
 
 
-decode_chunk = msgspec.json.Decoder(Chunk).decode
+decode_chunk = msgspec.json.Decoder(WireChunk).decode
 decode_embeddings = msgspec.json.Decoder(WireEmbeddings).decode
 decode_models = msgspec.json.Decoder(WireModels).decode

@@ -26,7 +26,7 @@ _WITHOUT_EFFECT = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Scoring:
+class ScoreParameters:
     """Parameters of a layer's attention scores."""
 
     scale: float | None  # None: 1 / sqrt(head size)
@@ -37,7 +37,13 @@ class AttentionStep(Protocol):
     """One forward pass, as the attention of its layers sees it."""
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, others: frozenset[str]
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scoring: ScoreParameters,
+        others: frozenset[str],
     ) -> Tensor:
         """Attention of one layer. q (T, N, H), k (T, K, H) and v (T, K, G) are those of the step's
         tokens. Returns (T, N, G). `others` has the names of arguments that are not supported.
@@ -69,7 +75,7 @@ def attend(
         others.add("is_causal")
     layer: int = module.layer_idx  # type: ignore[assignment]
     q, k, v = (heads[0].transpose(0, 1) for heads in (query, key, value))
-    scoring = Scoring(scaling, sliding_window)
+    scoring = ScoreParameters(scaling, sliding_window)
     out = paged_step.attend(layer, q, k, v, scoring, frozenset(others - _WITHOUT_EFFECT))
     return out[None], None
 
@@ -82,7 +88,7 @@ class LayerFacts:
     num_kv_heads: int
     head_dim: int  # head size of keys
     value_dim: int
-    scoring: Scoring
+    scoring: ScoreParameters
     others: frozenset[str]
 
 
@@ -93,7 +99,13 @@ class Recording:
     calls: list[tuple[int, LayerFacts]] = field(default_factory=list)
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, others: frozenset[str]
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scoring: ScoreParameters,
+        others: frozenset[str],
     ) -> Tensor:
         facts = LayerFacts(k.shape[1], k.shape[2], v.shape[2], scoring, others)
         self.calls.append((layer, facts))
@@ -110,12 +122,18 @@ class PackedStep:
 
     write_slots: Tensor  # (T,) int64
     # Makes the plan for a scoring and a number of heads.
-    plan: Callable[[Scoring, int], AttentionPlan]
+    plan: Callable[[ScoreParameters, int], AttentionPlan]
     cache: PagedCache
-    plans: dict[Scoring, AttentionPlan] = field(default_factory=dict)
+    plans: dict[ScoreParameters, AttentionPlan] = field(default_factory=dict)
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, others: frozenset[str]
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scoring: ScoreParameters,
+        others: frozenset[str],
     ) -> Tensor:
         plan = self.plans.get(scoring)
         if plan is None:

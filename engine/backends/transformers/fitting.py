@@ -36,7 +36,7 @@ TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.05}
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PromptPart:
     """Tokens start .. end - 1 of one prompt."""
 
     prompt: int
@@ -45,7 +45,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class FittingTrial:
     """Two random prompts, and their logits from the model's own forward pass."""
 
     prompts: tuple[Tensor, ...]  # (P,) each
@@ -54,7 +54,7 @@ class Trial:
 
     @classmethod
     @torch.inference_mode()
-    def of(cls, model: Any, num_tokens: int) -> "Trial":
+    def of(cls, model: Any, num_tokens: int) -> "FittingTrial":
         size = model.config.get_text_config().vocab_size
         ids = np.random.default_rng(0).integers(0, size, (2, num_tokens))
         prompts = tuple(torch.from_numpy(ids).to(model.device))
@@ -80,9 +80,9 @@ class Trial:
         last = len(self.prompts[0]) - 1
         half = last // 2
         steps = (
-            (Part(0, 0, half), Part(1, 0, last)),
-            (Part(0, half, last), Part(1, last, last + 1)),
-            (Part(0, last, last + 1),),
+            (PromptPart(0, 0, half), PromptPart(1, 0, last)),
+            (PromptPart(0, half, last), PromptPart(1, last, last + 1)),
+            (PromptPart(0, last, last + 1),),
         )
         errors = []
         for step in steps:
@@ -94,7 +94,7 @@ class Trial:
                 errors.append(float((given - expected).norm() / expected.norm()))
         return float(np.max(errors))  # NaN if any is NaN
 
-    def _inputs(self, parts: list[Part], block_size: int) -> BatchInputs:
+    def _inputs(self, parts: list[PromptPart], block_size: int) -> BatchInputs:
         """Inputs of a step that computes the logits of each part's last token. The prompts use
         consecutive cache blocks, starting with block 1.
         """
@@ -233,7 +233,7 @@ POOL_SHARE = 0.8
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class ModelToFit:
     """A model with its weights in memory. `device` has the memory that was free before loading."""
 
     model: Any
@@ -275,7 +275,7 @@ class Fitted:
     shares: bool
 
 
-def fit(loaded: Loaded) -> Fitted:
+def fit(loaded: ModelToFit) -> Fitted:
     """Choose how to compute the model, and plan its memory."""
     model, way = loaded.model, loaded.options.attention
     if way not in WAYS:
@@ -300,17 +300,17 @@ def fit(loaded: Loaded) -> Fitted:
     return _one_by_one(loaded, states, trial)
 
 
-def _trial(loaded: Loaded) -> Trial:
+def _trial(loaded: ModelToFit) -> FittingTrial:
     most = loaded.options.max_seq_len or loaded.shape.max_position
     try:
-        return Trial.of(loaded.model, min(TRIAL_TOKENS, most, loaded.shape.max_position))
+        return FittingTrial.of(loaded.model, min(TRIAL_TOKENS, most, loaded.shape.max_position))
     except Exception as error:  # after any error, the model can't be used
         log.exception("the model's own forward pass failed")
         kind = type(loaded.model).__name__
         raise ModelError(f"this {kind} cannot compute: {one_line(error)}") from error
 
 
-def _packed(loaded: Loaded, states: FinalStates, trial: Trial) -> Fitted | str:
+def _packed(loaded: ModelToFit, states: FinalStates, trial: FittingTrial) -> Fitted | str:
     """A runner that computes sequences in batches, or why the model does not allow it."""
     kv = kv_shape(loaded.model, trial.prompts[0])
     if isinstance(kv, str):
@@ -324,7 +324,7 @@ def _packed(loaded: Loaded, states: FinalStates, trial: Trial) -> Fitted | str:
     return f"its numbers change by {error:.1e}"
 
 
-def _one_by_one(loaded: Loaded, states: FinalStates, trial: Trial) -> Fitted:
+def _one_by_one(loaded: ModelToFit, states: FinalStates, trial: FittingTrial) -> Fitted:
     model, vocab_size = loaded.model, loaded.shape.vocab_size
     try:
         config, plan = loaded.plan(max(1, trial.cache_bytes_per_token(model)))

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.backends.transformers.attention import PackedStep, Scoring
+from engine.backends.transformers.attention import PackedStep, ScoreParameters
 from engine.backends.transformers.states import FinalStates
 from engine.runtime.model_runner import (
     GPU_STEP_S,
@@ -51,19 +51,19 @@ class Attentions:
         self._block_size = block_size
         self._dtype = dtype
         self._device = device
-        self._made: dict[tuple[Scoring, int], AttentionBackend] = {}
+        self._made: dict[tuple[ScoreParameters, int], AttentionBackend] = {}
         if device.type == "cuda":
             # cuDNN makes a plan for each new shape, which takes longer than many steps. Here, every
             # step has another shape.
             torch.backends.cuda.enable_cudnn_sdp(False)
 
-    def get(self, scoring: Scoring, num_heads: int) -> AttentionBackend:
+    def get(self, scoring: ScoreParameters, num_heads: int) -> AttentionBackend:
         key = (scoring, num_heads)
         if key not in self._made:
             self._made[key] = self._make(scoring, num_heads)
         return self._made[key]
 
-    def _make(self, scoring: Scoring, num_heads: int) -> AttentionBackend:
+    def _make(self, scoring: ScoreParameters, num_heads: int) -> AttentionBackend:
         shape = self._shape
         scale = shape.head_dim**-0.5 if scoring.scale is None else scoring.scale
         heads = AttentionHeads(
@@ -98,7 +98,7 @@ class PackedRunner(SamplingRunner):
         positions = self._put(inputs.positions.astype(np.int64))
         write_slots = self._put(inputs.write_slots)
 
-        def plan(scoring: Scoring, num_heads: int) -> AttentionPlan:
+        def plan(scoring: ScoreParameters, num_heads: int) -> AttentionPlan:
             return self._attentions.get(scoring, num_heads).plan(inputs, positions)
 
         # The model must compute some logits, even if none are needed.
@@ -131,7 +131,7 @@ _CACHES = ("past_key_values", "cache_params", "state", "rnn_state", "mems")
 
 
 @dataclass(slots=True)
-class Slot:
+class SequenceState:
     """The token ids of a sequence so far, and the model's cache for the first `num_computed` of
     them.
     """
@@ -176,7 +176,7 @@ class SlotRunner(SamplingRunner):
         self._keeps_state = keeps_state
         self._keeps_some = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._states = states
-        self._slots = [Slot() for _ in range(spec.max_slots)]
+        self._slots = [SequenceState() for _ in range(spec.max_slots)]
 
     @torch.inference_mode()
     def forward(self, inputs: BatchInputs) -> StepHandle:
@@ -204,13 +204,13 @@ class SlotRunner(SamplingRunner):
         del self._model, self._slots, self._states
         super().close()
 
-    def _rows(self, inputs: BatchInputs) -> list[Slot]:
+    def _rows(self, inputs: BatchInputs) -> list[SequenceState]:
         """The slot of each row. A row that writes to the null block is padding and gets an empty
         slot, whatever its slot number is.
         """
         firsts = inputs.write_slots[inputs.query_start[:-1]] // self._spec.block_size
         return [
-            Slot() if block == NULL_BLOCK else self._slots[slot]
+            SequenceState() if block == NULL_BLOCK else self._slots[slot]
             for slot, block in zip(inputs.slots, firsts, strict=True)
         ]
 
@@ -223,7 +223,7 @@ class SlotRunner(SamplingRunner):
             if number not in present:
                 slot.forget()
 
-    def _compute(self, slot: Slot, num_logits: int) -> tuple[Tensor, Tensor]:
+    def _compute(self, slot: SequenceState, num_logits: int) -> tuple[Tensor, Tensor]:
         """Compute all ids of a slot that are not in its cache. Returns the logits (P, V) of at
         least the last `num_logits` of them, and the hidden states (P, D) of all of them.
         """

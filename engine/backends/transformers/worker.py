@@ -34,7 +34,7 @@ def run_engine(
     try:
         import torch
 
-        from engine.backends.transformers.fitting import Loaded, fit
+        from engine.backends.transformers.fitting import ModelToFit, fit
         from engine.backends.transformers.loading import load_model
         from engine.torch.execution import build
     except ImportError as error:
@@ -50,7 +50,7 @@ def run_engine(
     device = build.find_device(options.device, options.dtype)
     options = options.planned(device.name, device.free_bytes, os.cpu_count() or 1)
     model = load_model(checkpoint, build.torch_device(device.name), build.torch_dtype(device.dtype))
-    fitted = fit(Loaded(model, checkpoint.shape, options, device))
+    fitted = fit(ModelToFit(model, checkpoint.shape, options, device))
     if not fitted.shares:
         options = msgspec.structs.replace(options, cache_enabled=False)
     worker.serve_runner(

@@ -143,7 +143,7 @@ def export(adapter: AdapterArgument, target: TargetArgument, base: OwnBaseOption
 
 
 def _found(name: str, base: str | None) -> tuple[Path, str]:
-    """The path of an adapter that may be in the store, and its base model."""
+    """The path and the base model of an adapter. `name` is a name in the store, or a path."""
     from engine.core.errors import ConfigError
     from engine.core.store.adapter_store import kept_adapters, records
 

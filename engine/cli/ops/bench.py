@@ -35,7 +35,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class BenchLoad:
     """What is sent. With a `rate`, requests start at random times, so many per second on average;
     without one, each of `concurrency` workers starts the next request when one has ended.
     """
@@ -99,9 +99,9 @@ def bench(
     address = f"{url.rstrip('/').removesuffix('/v1')}/v1"
     extra = {"ignore_eos": True} if ignore_eos else {}
 
-    def load(name: str) -> Load:
+    def load(name: str) -> BenchLoad:
         sizes = (requests, concurrency, prompt_tokens, max_tokens)
-        return Load(address, name, *sizes, rate, extra, random.Random(seed))
+        return BenchLoad(address, name, *sizes, rate, extra, random.Random(seed))
 
     with messages().status(f"Sending {requests} requests to {address} ..."):
         report = asyncio.run(_measure(address, model, headers, load))
@@ -120,7 +120,7 @@ async def _measure(url: str, model: str | None, headers: dict[str, str], load: A
     async with httpx.AsyncClient(
         headers=headers, timeout=600.0, limits=limits, trust_env=False
     ) as client:
-        made: Load = load(model or await _first_model(client, url))
+        made: BenchLoad = load(model or await _first_model(client, url))
         began = time.monotonic()
         samples = await _send_all(client, made)
         return summarize(samples, time.monotonic() - began, made)
@@ -140,7 +140,7 @@ async def _first_model(client: "httpx.AsyncClient", url: str) -> str:
     raise UnavailableError(f"{url}/models lists no model; name one with --model.")
 
 
-async def _send_all(client: "httpx.AsyncClient", load: Load) -> list[Sample]:
+async def _send_all(client: "httpx.AsyncClient", load: BenchLoad) -> list[Sample]:
     bodies = [load.body(number) for number in range(load.num_requests)]
     if load.rate is not None:
         tasks = []
@@ -190,7 +190,7 @@ def _count(sample: Sample, chunk: dict[str, Any], began: float) -> None:
         sample.output_tokens = usage.get("completion_tokens", sample.output_tokens)
 
 
-def summarize(samples: list[Sample], seconds: float, load: Load) -> dict[str, Any]:
+def summarize(samples: list[Sample], seconds: float, load: BenchLoad) -> dict[str, Any]:
     """The report: totals, rates and percentiles. Failed requests count only as failed."""
     good = [sample for sample in samples if sample.error is None]
     first = [sample.first_s for sample in good if sample.first_s is not None]

@@ -147,7 +147,7 @@ def deploy(
         raise ConfigError("name a HOST, or a command with --provision", param="HOST")
     if host.startswith("-"):
         raise ConfigError(f"{host} is no host", param="HOST")
-    remote = Remote(host)
+    remote = RemoteMachine(host)
     if remove:
         remote.run(REMOVE.format(folder=FOLDER, unit=UNIT))
         messages().print(f"Removed the server from {host}.")
@@ -169,7 +169,7 @@ def deploy(
     _tell(host, port, public)
 
 
-class Remote:
+class RemoteMachine:
     """A machine that is reached by SSH."""
 
     def __init__(self, host: str) -> None:
@@ -215,7 +215,7 @@ def _newest_wheel() -> Path | None:
     return max(wheels, key=lambda each: each.stat().st_mtime, default=None)
 
 
-def _check(remote: Remote) -> bool:
+def _check(remote: RemoteMachine) -> bool:
     """Look at the machine, and refuse one that can't serve. Returns whether it has a GPU."""
     lines = remote.run(LOOK).strip().splitlines()
     facts = dict(line.split(" ", 1) for line in lines[1:3])
@@ -234,7 +234,7 @@ def _check(remote: Remote) -> bool:
     return bool(gpu)
 
 
-def _install(remote: Remote, wheel: Path, extras: str, model: str) -> None:
+def _install(remote: RemoteMachine, wheel: Path, extras: str, model: str) -> None:
     messages().print(f"Copying {wheel.name} ...", highlight=False)
     place = f"~/{FOLDER}/wheels"
     name = shlex.quote(wheel.name)
@@ -246,7 +246,7 @@ def _install(remote: Remote, wheel: Path, extras: str, model: str) -> None:
     remote.run(MAKE_KEY.format(folder=FOLDER, key_file=KEY_FILE))
 
 
-def _start(remote: Remote, arguments: list[str], port: int, timeout_s: int) -> None:
+def _start(remote: RemoteMachine, arguments: list[str], port: int, timeout_s: int) -> None:
     messages().print("Starting the server ...")
     quoted = " ".join(_unit_word(each) for each in arguments)
     unit = SERVICE.format(folder=FOLDER, arguments=quoted, key_file=KEY_FILE)

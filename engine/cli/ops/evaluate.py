@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from engine.core.config_schema import Settings
     from engine_tools.compare.contenders import Contender
     from engine_tools.evaluation.items import Item
-    from engine_tools.evaluation.run import Evaluated, EvaluationPlan
+    from engine_tools.evaluation.run import EvaluatedModel, EvaluationPlan
 
 
 def evaluate(
@@ -85,7 +85,7 @@ def _run(
     judge: "Contender | None",
     plan: "EvaluationPlan",
     out: Path | None,
-) -> "list[Evaluated]":
+) -> "list[EvaluatedModel]":
     from engine_tools.evaluation.results import ResultFile
     from engine_tools.evaluation.run import evaluate
 
@@ -122,7 +122,7 @@ def _contenders(
     return find_contenders(named, options, settings.model.model_path, known)
 
 
-def _show(found: "list[Evaluated]", items: "list[Item]", show: int, as_json: bool) -> None:
+def _show(found: "list[EvaluatedModel]", items: "list[Item]", show: int, as_json: bool) -> None:
     from engine_tools.evaluation import report
 
     if as_json:

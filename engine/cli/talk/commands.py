@@ -114,14 +114,14 @@ def _talk(
     uses_server: bool,
 ) -> None:
     from engine.cli.talk.chat_clients import Talker, open_talker
-    from engine.cli.talk.session import Session
+    from engine.cli.talk.session import TalkSession
 
     key = read_api_key(api_key_file)
 
     def reopen(name: str | None) -> Talker:
         return open_talker(name, url=url, key=key, settings=settings, uses_server=uses_server)
 
-    session = Session(output(), reopen(model), system=system, params=params, reopen=reopen)
+    session = TalkSession(output(), reopen(model), system=system, params=params, reopen=reopen)
     try:
         session.run()
     finally:

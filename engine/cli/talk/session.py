@@ -43,7 +43,7 @@ SYNONYMS = {"/exit": "/bye", "/quit": "/bye", "/reset": "/clear", "/?": "/help"}
 HELP = "/help lists the commands, /bye or Ctrl-D ends the conversation."
 
 
-class Session:
+class TalkSession:
     """`params` are sampling parameters by name. `reopen` opens another model by its name."""
 
     def __init__(

@@ -14,7 +14,7 @@ from urllib.parse import unquote
 Fail: TypeAlias = Callable[[str, str], NoReturn]
 
 
-class Draft(Enum):
+class SchemaVersion(Enum):
     D4 = auto()
     D6 = auto()
     D7 = auto()
@@ -23,18 +23,18 @@ class Draft(Enum):
 
 
 _DRAFTS = {
-    "json-schema.org/draft-04/schema": Draft.D4,
-    "json-schema.org/draft-06/schema": Draft.D6,
-    "json-schema.org/draft-07/schema": Draft.D7,
-    "json-schema.org/draft/2019-09/schema": Draft.D2019,
-    "json-schema.org/draft/2020-12/schema": Draft.D2020,
+    "json-schema.org/draft-04/schema": SchemaVersion.D4,
+    "json-schema.org/draft-06/schema": SchemaVersion.D6,
+    "json-schema.org/draft-07/schema": SchemaVersion.D7,
+    "json-schema.org/draft/2019-09/schema": SchemaVersion.D2019,
+    "json-schema.org/draft/2020-12/schema": SchemaVersion.D2020,
 }
 
 
-def draft_of(document: object, param: str, fail: Fail) -> Draft:
+def draft_of(document: object, param: str, fail: Fail) -> SchemaVersion:
     """The JSON Schema draft that `$schema` names; draft 2020-12 if there is no `$schema`."""
     if not isinstance(document, dict) or "$schema" not in document:
-        return Draft.D2020
+        return SchemaVersion.D2020
     name = document["$schema"]
     if not isinstance(name, str):
         fail(param, "'$schema' must be a string")
@@ -47,10 +47,10 @@ def draft_of(document: object, param: str, fail: Fail) -> Draft:
 class Resolver:
     """Resolves the `$ref` references of one schema document."""
 
-    def __init__(self, document: object, draft: Draft, fail: Fail) -> None:
+    def __init__(self, document: object, draft: SchemaVersion, fail: Fail) -> None:
         self._document = document
         self._fail = fail
-        self._id_keyword = "id" if draft is Draft.D4 else "$id"
+        self._id_keyword = "id" if draft is SchemaVersion.D4 else "$id"
         own = document.get(self._id_keyword, "") if isinstance(document, dict) else ""
         self._own_address = own.removesuffix("#") if isinstance(own, str) else ""
 

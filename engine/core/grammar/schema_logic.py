@@ -104,8 +104,9 @@ def same_value_key(value: Any) -> str:
 
 
 class Satisfiable:
-    """Finds the definitions that some finite value matches. A definition that requires itself in a
-    part matches none. Constraints on numbers and strings are ignored.
+    """Finds the definitions that some finite value matches. A definition that requires a value of
+    itself, such as a list node with a required `next`, matches none. Constraints on numbers and
+    strings are ignored.
     """
 
     def __init__(self, definitions: Definitions) -> None:

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from engine.core.errors import InvalidRequestError
 from engine.core.grammar import schema_values as values
 from engine.core.grammar.regex_dialect import RegexError, admits_long_text, translate
-from engine.core.grammar.schema_drafts import Draft, Resolver, draft_of
+from engine.core.grammar.schema_drafts import Resolver, SchemaVersion, draft_of
 from engine.core.grammar.schema_logic import (
     ALL_TYPES,
     REF_PREFIX,
@@ -211,7 +211,7 @@ class _Rewriting:
         items = node.source.get("items")
         if keyword == "items" and not isinstance(items, list):
             self._part(node, "items")
-        elif self._draft is Draft.D2020:
+        elif self._draft is SchemaVersion.D2020:
             hint = "use prefixItems and items" if keyword == "items" else "use items"
             self._fail(node.path, f"'{keyword}' in this form is not in draft 2020-12; {hint}")
         elif keyword == "items" and items:
@@ -224,7 +224,7 @@ class _Rewriting:
             node.output["items"] = self._schema(node.source[keyword], path)
 
     def _prefix_items(self, node: "_Node", keyword: str) -> None:
-        if self._draft is not Draft.D2020:
+        if self._draft is not SchemaVersion.D2020:
             self._fail(node.path, "'prefixItems' needs \"$schema\" to name draft 2020-12")
         self._list(node, keyword)
 
@@ -263,7 +263,7 @@ class _Rewriting:
             node.source,
             keyword,
             integers_only=integers_only,
-            is_draft4=self._draft is Draft.D4,
+            is_draft4=self._draft is SchemaVersion.D4,
             path=node.path,
             fail=self._fail,
         )

@@ -154,8 +154,8 @@ class GenerationContext(msgspec.Struct, frozen=True, kw_only=True):
     on_captured: Callable[[bytes], None] | None = None
 
     def copied(self, request_id: str, **changes: Any) -> "GenerationContext":
-        """The context of a copy of the request. Nobody hears of the copy: what listens to the
-        original, and what the original reads inside the model, are left out. Its edits remain.
+        """The context of a copy of the request. The copy has the edits of the original, but neither
+        its callbacks nor its captures.
         """
         interp = None if self.interp is None else self.interp.only_edits()
         silent: dict[str, Any] = dict.fromkeys(LISTENERS)
@@ -164,7 +164,7 @@ class GenerationContext(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-# The fields of a context by which those who sent the request hear of it.
+# The fields of a context that report something to the sender of the request.
 LISTENERS = ("on_prompt", "on_progress", "on_wait", "notes", "on_captured")
 
 

@@ -69,7 +69,7 @@ class Lens(msgspec.Struct, frozen=True, array_like=True):
     tuned: tuple[tuple[bytes, bytes], ...] = ()
 
 
-class Attention(msgspec.Struct, frozen=True, array_like=True):
+class AttentionPattern(msgspec.Struct, frozen=True, array_like=True):
     """Attention patterns of layers: the weights over all earlier positions."""
 
     layers: tuple[int, ...]
@@ -91,7 +91,7 @@ class InterpRequest(msgspec.Struct, frozen=True):
     captures: tuple[Capture, ...] = ()
     edits: tuple[Edit, ...] = ()
     lens: Lens | None = None
-    attention: Attention | None = None
+    attention: AttentionPattern | None = None
     attribution: Attribution | None = None
     max_bytes: int = 128 * 2**20  # of all that the request reads, changes and sends back
     # How many features of an autoencoder the frontend tells of each position of the last capture

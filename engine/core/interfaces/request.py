@@ -202,7 +202,7 @@ class ImageInput(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Resumed(msgspec.Struct, frozen=True, array_like=True):
-    """A choice that has begun in an engine which died, and that goes on in another one."""
+    """A choice that began in an engine which died, and that continues in another engine."""
 
     choice: int
     token_ids: tuple[int, ...]  # the tokens that it has generated

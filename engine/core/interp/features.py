@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.core.errors import InvalidRequestError
-from engine.core.interp.results import Result
+from engine.core.interp.results import InterpResult
 from engine.core.interp.spec import FeaturesSpec
 from engine.core.interp.vectors import PART_BYTES, VectorStore, checked, floats
 from engine.core.tensor_file import FileTensor
@@ -53,7 +53,9 @@ def _encoded(tensors: dict[str, FileTensor], x: F32) -> Iterator[F32]:
         yield from encode(tensors, x[first : first + step])
 
 
-def top_features(spec: FeaturesSpec, store: VectorStore, result: Result) -> list[dict[str, Any]]:
+def top_features(
+    spec: FeaturesSpec, store: VectorStore, result: InterpResult
+) -> list[dict[str, Any]]:
     """The largest features at each position."""
     tensors = store.autoencoder(spec.sae)
     # Its capture is the last one. The request may have captured the site elsewhere too.

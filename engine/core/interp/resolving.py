@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.interp import (
-    Attention,
+    AttentionPattern,
     Attribution,
     Capture,
     Edit,
@@ -18,13 +18,13 @@ from engine.core.interfaces.interp import (
     Span,
 )
 from engine.core.interp.account import Account
-from engine.core.interp.results import Result
+from engine.core.interp.results import InterpResult
 from engine.core.interp.spec import EditSpec, InterpSpec, LensSpec, Source
 from engine.core.interp.vectors import VectorStore, column, floats, packed_floats, row, scalar
 from engine.core.tensor_file import FileTensor
 
 # Finds the stored result of an earlier request of the same client, by its id.
-FindResult = Callable[[str], Result]
+FindResult = Callable[[str], InterpResult]
 _TUNED = re.compile(r"\d{1,4}\.weight")
 _KINDS: dict[str, EditKind] = {"patch": "set", "ablate": "set"}
 
@@ -72,7 +72,7 @@ class _Resolving:
             None if spec.lens is None else self._lens(spec.lens),
             None
             if attention is None
-            else Attention(
+            else AttentionPattern(
                 _unique(attention.layers),
                 None if attention.heads is None else _unique(attention.heads),
                 attention.span,

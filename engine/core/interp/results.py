@@ -11,7 +11,7 @@ from engine.core.errors import InvalidRequestError
 from engine.core.tensor_file import StoredTensor, unpack_tensors
 
 
-class Result:
+class InterpResult:
     """The result of one request. `data` is a safetensors file with all tensors; its metadata
     `interp` is a JSON text with everything else.
     """

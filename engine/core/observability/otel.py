@@ -34,8 +34,8 @@ from engine.core.config_schema import TracingSettings
 from engine.core.interfaces.backend import ChatRequest, CompletionRequest, Event
 from engine.core.observability.otel_content import AnswerTap, input_text
 from engine.core.observability.otel_exporters import ServerMetrics, span_exporter
-from engine.core.observability.trace_phases import Part, details_of, phases_of
-from engine.core.observability.tracing import Answered, Attribute, Trace, Work
+from engine.core.observability.trace_phases import PlannedSpan, details_of, phases_of
+from engine.core.observability.tracing import Answered, Attribute, BackendWork, RequestTrace
 
 PROVIDER = "engine"
 # Spans that wait to be sent. OpenTelemetry's default of 2,048 is less than two seconds of a busy
@@ -88,7 +88,7 @@ class Telemetry:
             await asyncio.to_thread(thread.join, max(until - time.monotonic(), 0.0))
 
 
-class RecordedTrace(Trace):
+class RecordedTrace(RequestTrace):
     def __init__(self, telemetry: Telemetry, headers: Mapping[str, str], started: float) -> None:
         self._telemetry = telemetry
         self._started = started
@@ -100,12 +100,12 @@ class RecordedTrace(Trace):
         self._context = set_span_in_context(self._root, parent)
         ids = self._root.get_span_context()
         super().__init__(format_trace_id(ids.trace_id), format_span_id(ids.span_id), {})
-        self._notes: list[Part] = []
+        self._notes: list[PlannedSpan] = []
         self._calls: list[tuple[Span, float]] = []  # calls to other servers, and when they ended
         # When the call to the server that answered began and ended. None: no other server did.
         self._remote: tuple[float, float] | None = None
         self._tap: AnswerTap | None = None
-        self._work: Work | None = None
+        self._work: BackendWork | None = None
         # Whether the trace is sent. It is decided when the request ends.
         self._is_kept: bool | None = None
 
@@ -113,7 +113,7 @@ class RecordedTrace(Trace):
         self, name: str, began_at: float, ended_at: float, **attributes: Attribute | None
     ) -> None:
         known = {f"engine.{key}": value for key, value in attributes.items() if value is not None}
-        self._notes.append(Part(name, began_at, ended_at, known))
+        self._notes.append(PlannedSpan(name, began_at, ended_at, known))
 
     @contextmanager
     def call(self, operation: str, model: str, provider: str) -> Iterator[Mapping[str, str]]:
@@ -151,7 +151,7 @@ class RecordedTrace(Trace):
         self._tap = AnswerTap(captures)
         return self._tap
 
-    def worked(self, work: Work) -> None:
+    def worked(self, work: BackendWork) -> None:
         self._work = work
         if self._is_kept is not None:
             self._add_phases(work, None)
@@ -188,7 +188,7 @@ class RecordedTrace(Trace):
         self._flush()
         self._root.end(self._ns(now))
 
-    def _describe(self, work: Work, operation: str) -> None:
+    def _describe(self, work: BackendWork, operation: str) -> None:
         self._root.set_attributes(_work_attributes(work, operation))
         reasons = self._tap.finish_reasons if self._tap is not None else ()
         self._root.set_attribute("gen_ai.response.finish_reasons", reasons or work.finish_reasons)
@@ -197,21 +197,21 @@ class RecordedTrace(Trace):
             if self._tap is not None:
                 self._root.set_attribute("gen_ai.output.messages", self._tap.output_text())
 
-    def _add_phases(self, work: Work, ended_at: float | None) -> None:
+    def _add_phases(self, work: BackendWork, ended_at: float | None) -> None:
         """Make the spans of the request's phases, and inside of them those of its notes."""
         if not self._is_kept:
             return
         phases = phases_of(work, self._started, self._remote)
         if ended_at is not None and phases:
             answered_at = work.ended_at if self._remote is None else self._remote[1]
-            phases.append(Part("respond", answered_at, ended_at))
+            phases.append(PlannedSpan("respond", answered_at, ended_at))
         self._notes += details_of(work)
         if self._tap is not None and self._tap.num_calls:
             calls = {"engine.tool_calls": self._tap.num_calls}
             # Tokens are parsed before their arrival is noted, so a call may seem to begin earlier.
             began_at = max(self._tap.first_call_at, work.first_token_at or 0.0)
             last_at = max(self._tap.last_call_at, began_at)
-            self._notes.append(Part("parse tool calls", began_at, last_at, calls))
+            self._notes.append(PlannedSpan("parse tool calls", began_at, last_at, calls))
         parents = [(phase.began_at, self._make(phase, self._context)) for phase in phases]
         for note in self._notes:
             middle = (note.began_at + note.ended_at) / 2
@@ -229,7 +229,7 @@ class RecordedTrace(Trace):
         self._notes.clear()
         self._calls.clear()
 
-    def _make(self, part: Part, parent: Context) -> Context:
+    def _make(self, part: PlannedSpan, parent: Context) -> Context:
         span = self._telemetry.tracer.start_span(
             part.name, parent, attributes=part.attributes, start_time=self._ns(part.began_at)
         )
@@ -240,7 +240,7 @@ class RecordedTrace(Trace):
         return int(moment * 1e9) + self._offset_ns
 
 
-def _operation_name(work: Work | None) -> str:
+def _operation_name(work: BackendWork | None) -> str:
     if work is None or isinstance(work.request, ChatRequest):
         return "chat"
     return "embeddings" if work.request is None else "text_completion"
@@ -250,7 +250,7 @@ def _operation(operation: str, model: str) -> dict[str, Attribute]:
     return {"gen_ai.operation.name": operation, "gen_ai.request.model": model}
 
 
-def _error(answered: Answered, work: Work | None) -> str | None:
+def _error(answered: Answered, work: BackendWork | None) -> str | None:
     """The type of the error that the server is to blame for, or None."""
     if work is not None and work.error_code is not None:
         return work.error_code
@@ -274,7 +274,7 @@ def _answer_attributes(answered: Answered) -> dict[str, Attribute]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _work_attributes(work: Work, operation: str) -> dict[str, Attribute]:
+def _work_attributes(work: BackendWork, operation: str) -> dict[str, Attribute]:
     found: dict[str, Attribute | None] = {"gen_ai.operation.name": operation}
     if work.request is not None:
         params = work.request.context.params

@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace.export import ConsoleSpanExporter, SpanExporter
 
 from engine.core.config_schema import TracingSettings
 from engine.core.errors import ConfigError
-from engine.core.observability.tracing import Attribute, Work
+from engine.core.observability.tracing import Attribute, BackendWork
 
 # Bucket edges in seconds, as the semantic conventions advise.
 _REQUEST_S = (
@@ -129,7 +129,7 @@ class ServerMetrics:
     def record(
         self,
         attributes: Mapping[str, Attribute],
-        work: Work,
+        work: BackendWork,
         *,
         seconds: float,
         ttft_s: float | None,

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from engine.core.interfaces.timeline import WAITS, Timeline
-from engine.core.observability.tracing import Attribute, Work
+from engine.core.observability.tracing import Attribute, BackendWork
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PlannedSpan:
     """A span that is not made yet."""
 
     name: str
@@ -20,21 +20,23 @@ class Part:
     attributes: Mapping[str, Attribute] = field(default_factory=dict)
 
 
-def phases_of(work: Work, started: float, remote: tuple[float, float] | None) -> list[Part]:
+def phases_of(
+    work: BackendWork, started: float, remote: tuple[float, float] | None
+) -> list[PlannedSpan]:
     """The phases of a request until its answer is complete. If another server has answered, the
     span of this call, at the times `remote`, takes the place of queue, prefill and decode.
     """
     submitted, first = work.submitted_at, work.first_token_at
     if remote is not None:
-        return [Part("prepare", started, remote[0])]
+        return [PlannedSpan("prepare", started, remote[0])]
     if submitted is None:
         return []
-    prepare = Part("prepare", started, submitted)
+    prepare = PlannedSpan("prepare", started, submitted)
     if first is None or work.usage is None:
         # The engine reports when prefill began only with the end of its answer.
         waited_until = work.ended_at if first is None else first
-        phases = [prepare, Part("wait", submitted, waited_until)]
-        return phases if first is None else [*phases, Part("decode", first, work.ended_at)]
+        phases = [prepare, PlannedSpan("wait", submitted, waited_until)]
+        return phases if first is None else [*phases, PlannedSpan("decode", first, work.ended_at)]
     timeline = _first_timeline(work)
     if timeline is None or timeline.started_at is None or timeline.first_token_at is None:
         seated = first - work.usage.prefill_s
@@ -44,8 +46,8 @@ def phases_of(work: Work, started: float, remote: tuple[float, float] | None) ->
     seated = min(max(seated, submitted), first)
     return [
         prepare,
-        Part("queue", submitted, seated, {} if timeline is None else _waits(timeline)),
-        Part(
+        PlannedSpan("queue", submitted, seated, {} if timeline is None else _waits(timeline)),
+        PlannedSpan(
             "prefill",
             seated,
             first,
@@ -54,39 +56,41 @@ def phases_of(work: Work, started: float, remote: tuple[float, float] | None) ->
                 "gen_ai.usage.cache_read.input_tokens": work.usage.cached_tokens,
             },
         ),
-        Part("decode", first, work.ended_at, {} if timeline is None else _decode(timeline)),
+        PlannedSpan("decode", first, work.ended_at, {} if timeline is None else _decode(timeline)),
     ]
 
 
-def details_of(work: Work) -> list[Part]:
+def details_of(work: BackendWork) -> list[PlannedSpan]:
     """Parts inside of the phases: what the backend did before the engine had the request, and each
     chunk of the prompt and each preemption in the engine.
     """
-    details: list[Part] = []
+    details: list[PlannedSpan] = []
     for each in work.preparations:
         tokens = {"engine.prompt_tokens": each.num_prompt}
-        details.append(Part("tokenize", each.began_at, each.encoded_at, tokens))
+        details.append(PlannedSpan("tokenize", each.began_at, each.encoded_at, tokens))
         if each.checked_at - each.encoded_at > 0.001:
-            details.append(Part("check grammar", each.encoded_at, each.checked_at))
+            details.append(PlannedSpan("check grammar", each.encoded_at, each.checked_at))
     timeline = _first_timeline(work)
     if timeline is None:
         return details
     if timeline.has_grammar:
-        details.append(Part("compile grammar", timeline.submitted_at, timeline.queued_at))
+        details.append(PlannedSpan("compile grammar", timeline.submitted_at, timeline.queued_at))
     for chunk in timeline.chunks:
         sizes = {
             "engine.chunk_tokens": chunk.count,
             "engine.step_tokens": chunk.num_tokens,
             "engine.step_sequences": chunk.num_rows,
         }
-        details.append(Part("chunk", chunk.began_at, chunk.ended_at, sizes))
+        details.append(PlannedSpan("chunk", chunk.began_at, chunk.ended_at, sizes))
     for pause in timeline.pauses:
         until = timeline.ended_at if pause.until is None else pause.until
-        details.append(Part("preempted", pause.at, until, {"engine.lost_tokens": pause.num_lost}))
+        details.append(
+            PlannedSpan("preempted", pause.at, until, {"engine.lost_tokens": pause.num_lost})
+        )
     return details
 
 
-def _first_timeline(work: Work) -> Timeline | None:
+def _first_timeline(work: BackendWork) -> Timeline | None:
     """The timeline of the choice that had the first token. None if a part of it is unknown, because
     the request was continued in another engine process.
     """

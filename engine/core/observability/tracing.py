@@ -1,8 +1,8 @@
 """The trace that a request belongs to. This module does not import OpenTelemetry.
 
-A `Trace` passes the trace headers of a client on to other servers, and log lines carry its id. If
-`tracing.enabled` is set, requests have an `otel.RecordedTrace` instead, which also records spans.
-All times are those of `time.monotonic`.
+A `RequestTrace` passes the trace headers of a client on to other servers, and log lines carry its
+id. If `tracing.enabled` is set, requests have an `otel.RecordedTrace` instead, which also records
+spans. All times are those of `time.monotonic`.
 """
 
 import os
@@ -29,7 +29,7 @@ Attribute = str | int | float | bool | tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class BackendWork:
     """What a backend did for one HTTP request. Times that are not known are None."""
 
     request: "ChatRequest | CompletionRequest | None"  # the first prompt; None for embeddings
@@ -59,7 +59,7 @@ class Answered:
     ttft_s: float | None
 
 
-class Trace:
+class RequestTrace:
     """The trace of one request. This class only knows the client's ids, and records nothing."""
 
     def __init__(self, trace_id: str, span_id: str, headers: Mapping[str, str]) -> None:
@@ -83,7 +83,7 @@ class Trace:
         """A function that wants to see all events of the answer, or None."""
         return None
 
-    def worked(self, work: Work) -> None:
+    def worked(self, work: BackendWork) -> None:
         """Record what the backend did. This may be called after `end`, for background work."""
 
     def end(self, answered: Answered) -> None:
@@ -91,10 +91,10 @@ class Trace:
 
 
 # The trace of the request that a task or thread serves. None if it has no trace.
-TRACE: ContextVar[Trace | None] = ContextVar("trace", default=None)
+TRACE: ContextVar[RequestTrace | None] = ContextVar("trace", default=None)
 
 
-def client_trace(headers: Mapping[str, str]) -> Trace | None:
+def client_trace(headers: Mapping[str, str]) -> RequestTrace | None:
     """The trace that the client's headers name. None if they name none, or if they are invalid."""
     parent = headers.get("traceparent")
     if parent is None or (match := _TRACEPARENT.match(parent)) is None:
@@ -103,7 +103,7 @@ def client_trace(headers: Mapping[str, str]) -> Trace | None:
     state = headers.get("tracestate")
     if state is not None and _TRACESTATE.fullmatch(state):
         passed["tracestate"] = state
-    return Trace(match[1], match[2], passed)
+    return RequestTrace(match[1], match[2], passed)
 
 
 @contextmanager

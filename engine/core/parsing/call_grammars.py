@@ -158,7 +158,7 @@ class Rules:
             return f"{self._open} free {self._close}"
         return f"{self._open} {self._members(f'm_{index}', members)} {self._close}"
 
-    # Elements.
+    # Formats that write each argument as an XML element.
 
     def _elements(
         self,

@@ -13,7 +13,7 @@ from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.backend import ToolChoice
 from engine.core.parsing.call_grammars import call_syntax
 from engine.core.parsing.grammars import answer_grammar, channel_grammar, tool_grammar
-from engine.core.parsing.rows import CallRow, Slot, parts_of
+from engine.core.parsing.rows import CallPart, CallRow, parts_of
 from engine.core.parsing.tool_formats import CALL_ROWS, JSON, LLAMA3, PYTHONIC
 from engine.core.parsing.values import element_text, python_literal, quoted_literal
 from engine.core.text.chat_template import code_words
@@ -125,7 +125,7 @@ def _written(row: CallRow, index: int, name: str, arguments: str) -> str:
     for part in parts_of(pattern):
         if isinstance(part, str):
             written += part
-        elif part == Slot("args"):
+        elif part == CallPart("args"):
             written += _written_arguments(row, arguments)
         else:
             written += texts[part.name]

@@ -83,7 +83,8 @@ def sequence(text: str, control: Mapping[str, int]) -> str:
 
 def text_lead(text: str, control: Mapping[str, int]) -> str:
     """The plain text before the first control token in a literal text; "" if it has no control
-    token. Such text can't be told from free text, so the rule for free text must end with it.
+    token. Such text can't be distinguished from free text, so the rule for free text must end with
+    it.
     """
     places = [text.find(mark) for mark in control if mark in text]
     return text[: min(places)] if places else ""

@@ -102,7 +102,7 @@ def _place_of_tools(render: Render) -> Literal["variable", "system", "nowhere"]:
 
 
 def probed_format(render: Render) -> ToolFormat | None:
-    """The format of the calls that the template renders; None if it can't be told."""
+    """The format of the calls that the template renders; None if it can't be recognized."""
     for json_arguments in (False, True):
         one = _rendered(render, [_call(0, json_arguments)])
         if one is None or _TEXT not in one:

@@ -9,7 +9,7 @@ from functools import cached_property
 from engine.core.parsing.calls import CallReader
 from engine.core.parsing.json_scanner import is_object
 from engine.core.parsing.pieces import ToolCallPiece
-from engine.core.parsing.rows import CallRow, Slot, parts_of
+from engine.core.parsing.rows import CallPart, CallRow, parts_of
 from engine.core.parsing.source import NotACall, Source, Steps
 from engine.core.parsing.tool_formats import JSON, ROWS_BY_NAME
 from engine.core.parsing.values import ElementReader, LiteralReader
@@ -201,7 +201,7 @@ class RowReader:
                     if is_last:
                         self._source.discard()
                     continue
-                if following != Slot("id"):
+                if following != CallPart("id"):
                     raise NotACall
                 skips_id = True
             elif part.name == "object":

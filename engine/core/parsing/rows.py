@@ -18,19 +18,21 @@ _TRIGGER = re.compile(r"(?:(?!\{(?:object|name|args|id|index)\})\S)+")
 
 
 @dataclass(frozen=True)
-class Slot:
+class CallPart:
     """A variable part of a call."""
 
     name: str
 
 
-Part = str | Slot
+Part = str | CallPart
 
 
 def parts_of(text: str) -> tuple[Part, ...]:
     """Split a pattern into literal texts and slots."""
     pieces = SLOT.split(text)
-    return tuple(Slot(piece) if index % 2 else piece for index, piece in enumerate(pieces) if piece)
+    return tuple(
+        CallPart(piece) if index % 2 else piece for index, piece in enumerate(pieces) if piece
+    )
 
 
 @dataclass(frozen=True)

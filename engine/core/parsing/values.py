@@ -11,7 +11,7 @@ from typing import Any
 
 from engine.core.parsing.calls import CallReader
 from engine.core.parsing.json_scanner import MAX_DEPTH, JsonScanner
-from engine.core.parsing.rows import CallRow, Slot, parts_of
+from engine.core.parsing.rows import CallPart, CallRow, parts_of
 from engine.core.parsing.source import NotACall, Source, Steps
 
 _MAX_KEY_CHARS = 256
@@ -77,7 +77,7 @@ class ElementReader:
         self._has_cdata = row.cdata
         self._is_nested = row.nested
         parts = parts_of(row.param)
-        place = parts.index(Slot("value"))
+        place = parts.index(CallPart("value"))
         self._opening, self._closing = parts[:place], parts[place + 1 :]
         first, last = self._opening[0], self._opening[-1]
         assert isinstance(first, str) and isinstance(last, str), row.param

@@ -25,8 +25,8 @@ _IN_BYTES = (resource.RLIMIT_AS, resource.RLIMIT_FSIZE)
 
 
 def what_ran_out(error: BaseException) -> str | None:
-    """Which limit an exception tells of, and what to do, as a sentence. None if it tells of no
-    limit.
+    """If a resource limit caused the exception, a sentence that names the limit and what to do.
+    None otherwise.
     """
     if isinstance(error, MemoryError):
         return _sentence(errno.ENOMEM)

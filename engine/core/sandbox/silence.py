@@ -108,7 +108,7 @@ class Silence:
 
     @property
     def cause(self) -> str:
-        """Why the process is silent, in words."""
+        """A text that says why the process is silent."""
         if self._last is None or self._silent_s < QUIET_S:
             return "it shows signs of life"
         if self._last.is_stopped:
@@ -146,8 +146,8 @@ HEADWAY_CPU_S = 0.03
 
 
 class Headway:
-    """Tells whether a process that loads does anything, be it in a child process. Signs of life do
-    not tell that: a thread of its own shows them.
+    """Measures whether a loading process, or one of its children, makes progress. Its signs of
+    life do not show that, because a separate thread gives them.
     """
 
     def __init__(self, pid: int) -> None:

@@ -28,7 +28,7 @@ _GOOD_QUANT = "Q4_K_M"  # smaller quants are noticeably worse
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class MachineMemory:
     memory: int  # bytes
     is_gpu: bool
 
@@ -40,10 +40,10 @@ class Machine:
         return f"{_gb(self.memory)} of {'GPU memory' if self.is_gpu else 'memory'}"
 
 
-def this_machine() -> Machine:
+def this_machine() -> MachineMemory:
     if find_spec("torch") is not None and (gpu := _gpu_memory()):
-        return Machine(gpu, is_gpu=True)
-    return Machine(memory_room().total, is_gpu=False)
+        return MachineMemory(gpu, is_gpu=True)
+    return MachineMemory(memory_room().total, is_gpu=False)
 
 
 def _gpu_memory() -> int:
@@ -88,7 +88,7 @@ def memory_rate() -> float:
     return count * _PROBE_BYTES / best
 
 
-def best_quant(entry: CatalogueEntry, machine: Machine) -> Quant | None:
+def best_quant(entry: CatalogueEntry, machine: MachineMemory) -> Quant | None:
     """The best quant that fits. None if none fits. On a GPU it is the largest. On a CPU it is the
     largest that can be read quickly, or else the smallest with good quality.
     """
@@ -102,7 +102,7 @@ def best_quant(entry: CatalogueEntry, machine: Machine) -> Quant | None:
 
 
 def choose_quant(
-    entry: CatalogueEntry, wanted: str | None, machine: Machine | None = None
+    entry: CatalogueEntry, wanted: str | None, machine: MachineMemory | None = None
 ) -> tuple[Quant, str]:
     """The quant to pull, and the reason for it in one line. `wanted` is the name of a quant."""
     if wanted is not None:

@@ -29,7 +29,7 @@ LoraJob = tuple[int, list[tuple[F32, F32, np.ndarray]], np.ndarray]
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class AdaptedMatmul:
     """A matmul of the plan. `parts` are the weights that it is fused from, and `rows` the number of
     output channels of each.
     """
@@ -51,7 +51,7 @@ class NativeAdapter:
     num_bytes: int
 
 
-def sites_of(plan: ExecutionPlan, rows_of: Mapping[str, int]) -> tuple[Site, ...]:
+def sites_of(plan: ExecutionPlan, rows_of: Mapping[str, int]) -> tuple[AdaptedMatmul, ...]:
     """The sites of a plan, in the order of its matmuls. `rows_of` has the output channels of each
     weight.
     """
@@ -64,11 +64,11 @@ def sites_of(plan: ExecutionPlan, rows_of: Mapping[str, int]) -> tuple[Site, ...
             parts = (HEAD,) if matrix.parts == (EMBED,) else matrix.parts
             fits = matrix.columns % GROUP == 0
             numerics = "int8" if step.kernel.decode == "int8" and fits else "f32"
-            sites.append(Site(parts, rows, matrix.columns, matrix.interleaved, numerics))
+            sites.append(AdaptedMatmul(parts, rows, matrix.columns, matrix.interleaved, numerics))
     return tuple(sites)
 
 
-def pack_adapter(sites: tuple[Site, ...], adapter: Adapter) -> NativeAdapter:
+def pack_adapter(sites: tuple[AdaptedMatmul, ...], adapter: Adapter) -> NativeAdapter:
     """Most of the time is spent in one call without the GIL, so that other threads are not held."""
     packed, jobs = [], []
     for number, site in enumerate(sites):
@@ -88,7 +88,9 @@ def pack_adapter(sites: tuple[Site, ...], adapter: Adapter) -> NativeAdapter:
     return NativeAdapter(packed, embedding, (adapter.whole.get(EMBED), head), num_bytes)
 
 
-def _whole_head(sites: tuple[Site, ...], whole: Mapping[str, F32]) -> tuple[Packed, int] | None:
+def _whole_head(
+    sites: tuple[AdaptedMatmul, ...], whole: Mapping[str, F32]
+) -> tuple[Packed, int] | None:
     if HEAD not in whole:
         return None
     (numerics,) = (site.numerics for site in sites if site.parts == (HEAD,))
@@ -96,7 +98,7 @@ def _whole_head(sites: tuple[Site, ...], whole: Mapping[str, F32]) -> tuple[Pack
     return _stored_panels(whole[HEAD], stored), NUMERICS.index(numerics)
 
 
-def _parts(site: Site, pairs: list[LoraPair | None]) -> list[LoraPair]:
+def _parts(site: AdaptedMatmul, pairs: list[LoraPair | None]) -> list[LoraPair]:
     """The matrices of each weight of a site; those of a weight without an adapter have no ranks."""
     parts = [
         LoraPair(np.zeros((0, site.columns), np.float32), np.zeros((rows, 0), np.float32))
@@ -110,7 +112,9 @@ def _parts(site: Site, pairs: list[LoraPair | None]) -> list[LoraPair]:
     return parts
 
 
-def _matrices(site: Site, parts: list[LoraPair]) -> tuple[Packed, Expanding, LoraJob | None]:
+def _matrices(
+    site: AdaptedMatmul, parts: list[LoraPair]
+) -> tuple[Packed, Expanding, LoraJob | None]:
     """Room for the panels of A and B, and what has to be written there. Floats are written at
     once.
     """

@@ -30,7 +30,7 @@ class PackedFileError(Exception):
     """The file is damaged, has another format, or has other weights. The message says which."""
 
 
-class Header(msgspec.Struct, frozen=True):
+class PackedHeader(msgspec.Struct, frozen=True):
     key: bytes
     num_bytes: int
     data_digest: bytes
@@ -82,20 +82,20 @@ def write_packed(path: Path, key: bytes, arena: NDArray[np.uint8]) -> None:
             write_all(file, chunk)
         file.seek(0)
         sealed_s = int(os.fstat(file.fileno()).st_mtime) & ~1
-        header = Header(key, arena.size, digest.digest(), sealed_s)
+        header = PackedHeader(key, arena.size, digest.digest(), sealed_s)
         write_all(file, memoryview(header.encode()))
         os.fsync(file.fileno())
         os.utime(file.fileno(), (sealed_s, sealed_s))
 
 
-def _read_header(file: BinaryIO) -> Header:
+def _read_header(file: BinaryIO) -> PackedHeader:
     page = file.read(HEADER_BYTES)
     if len(page) != HEADER_BYTES or page[: len(_MAGIC)] != _MAGIC:
         raise PackedFileError("it is not a file of packed weights")
     body = page[:-_DIGEST_BYTES]
     if hashlib.sha256(body).digest() != page[-_DIGEST_BYTES:]:
         raise PackedFileError("its header is damaged")
-    header = Header(*_FIELDS.unpack_from(body)[1:])
+    header = PackedHeader(*_FIELDS.unpack_from(body)[1:])
     status = os.fstat(file.fileno())
     if status.st_size != HEADER_BYTES + header.num_bytes:
         raise PackedFileError("its size is not what its header says")

@@ -62,8 +62,8 @@ SERVER_CONTROLS = frozenset({"flush_cache", "report_cache", "snapshot"})
 MAX_CONTROLS = 64  # of one server at once
 
 
-class RefusedError(EngineError):
-    """This node can't work for a server. The message says why; mostly it is the server's."""
+class JoinRefusedError(EngineError):
+    """The server refused this node for good. The message is mostly the server's and says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +183,7 @@ class Session:
             self.clock_shift_s = shift if abs(shift) > MIN_SHIFT_S else 0.0
             self.welcomed.set_result(message)
         elif isinstance(message, Refused):
-            kind = RefusedError if message.is_final else UnavailableError
+            kind = JoinRefusedError if message.is_final else UnavailableError
             self.welcomed.set_exception(kind(message.message))
 
     def _submit(self, request: GenerateRequest) -> None:
@@ -338,7 +338,7 @@ class NodeAgent:
         value = f"{self._identity.block_token} {self._identity.block_host or own}"
         reply = await self._link.control("serve_blocks", value)
         if not reply.ok:
-            raise RefusedError(reply.message)
+            raise JoinRefusedError(reply.message)
         return int(reply.message)
 
     def _on_cached(self, news: CachedPrefixes) -> None:

@@ -30,7 +30,7 @@ from engine.frontend.request_recovery import OpenRequest, Receiver
 from engine.routing.monotonic_stats import MonotonicStats, summed
 from engine.routing.nodes.pooled import PooledEngine
 from engine.routing.nodes.prefill import Prefill, Prefills
-from engine.routing.nodes.request_router import Choice, RequestRouter
+from engine.routing.nodes.request_router import ChosenEngine, RequestRouter
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class NodePool:
         self.router.set_usable(engine.number, engine.state == "ready")
 
     def drain(self, engine: PooledEngine) -> None:
-        """Send no new requests to an engine. Its open ones go on."""
+        """Send no new requests to an engine. Its open requests continue."""
         engine.is_leaving = True
         self.refresh(engine)
 
@@ -180,7 +180,7 @@ class NodePool:
             return None if own is None or not own.link.accepts else (own, "no other is here")
         return self._by_number(choice.engine), choice.why
 
-    def _route(self, request: GenerateRequest, among: int) -> Choice | None:
+    def _route(self, request: GenerateRequest, among: int) -> ChosenEngine | None:
         """Choose an engine. A whole request goes to a prefill node only if no other is here. Only
         this server's own engine has the files of adapters.
         """
@@ -193,7 +193,7 @@ class NodePool:
         return found
 
     def _look_at(self, own: PooledEngine) -> None:
-        """This server's own engine dies and comes back without a message to the pool."""
+        """Check whether this server's own engine died or is back. It does not notify the pool."""
         self.refresh(own)
         if own.link.is_up and own.num_restarts != own.link.num_restarts:
             own.num_restarts = own.link.num_restarts

@@ -185,13 +185,13 @@ class Prefills:
         return node.name
 
     def began(self, prefill: Prefill) -> None:
-        """A node computes the prompt now. The client is told, because that may take long."""
+        """A node has started to compute the prompt. The client is notified; this may take long."""
         request_id = prefill.request.request_id
         if self._under_way.get(request_id) is prefill:
             self._held.deliver([TokenDelta(request_id, 0, begins=True)])
 
     def end(self, prefill: Prefill, outcome: PrefillOutcome) -> None:
-        """A node has answered, or will not do so. The request goes on in a decode engine."""
+        """A node has answered, or will not answer. The request continues in a decode engine."""
         if self._under_way.pop(prefill.request.request_id, None) is not prefill:
             return
         self._close(prefill, is_answered=outcome == "done")

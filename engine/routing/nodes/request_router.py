@@ -41,7 +41,7 @@ class Placeable(Protocol):
         ...
 
 
-class Choice(NamedTuple):
+class ChosenEngine(NamedTuple):
     """The engine for a request, and why."""
 
     engine: int
@@ -111,7 +111,7 @@ class RequestRouter:
         length, group = next(self.table.matches(prefixes, 1 << engine, 1), (0, 0))
         return length * UNIT_TOKENS if group else 0
 
-    def route_request(self, request: GenerateRequest, among: int = -1) -> Choice | None:
+    def route_request(self, request: GenerateRequest, among: int = -1) -> ChosenEngine | None:
         """Choose one of the engines in the set `among` and expect it to cache the prompt. None if
         none is usable.
         """
@@ -125,22 +125,22 @@ class RequestRouter:
         self._expect(choice.engine, prefixes)
         return choice
 
-    def _only(self, usable: int) -> Choice | None:
+    def _only(self, usable: int) -> ChosenEngine | None:
         if not usable:
             return None
         number = usable.bit_length() - 1
-        return Choice(number, 0, self._engines[number].load)
+        return ChosenEngine(number, 0, self._engines[number].load)
 
-    def _best(self, num_tokens: int, prefixes: Sequence[int], usable: int) -> Choice:
+    def _best(self, num_tokens: int, prefixes: Sequence[int], usable: int) -> ChosenEngine:
         candidates = []
         for length, group in self.table.matches(prefixes, usable, MAX_GROUPS):
             number = min(self._sample(group), key=self._rank)
             load = self._engines[number].load
-            candidates.append(Choice(number, length * UNIT_TOKENS, load))
+            candidates.append(ChosenEngine(number, length * UNIT_TOKENS, load))
         limit = 2 * min(each.load for each in candidates) + MAX_EXTRA_LOAD
         return min(candidates, key=lambda each: self._cost(each, num_tokens, limit))
 
-    def _cost(self, choice: Choice, num_tokens: int, limit: int) -> float:
+    def _cost(self, choice: ChosenEngine, num_tokens: int, limit: int) -> float:
         known = choice.num_cached if choice.load <= limit else 0
         weight = 1 + self._engines[choice.engine].fullness
         return max(0, num_tokens - known) * weight + choice.load * TOKENS_PER_REQUEST

@@ -27,7 +27,7 @@ class RoutingTable:
         return prefix in self._of_engine.get(engine, ())
 
     def missing(self, engine: int, prefixes: Iterable[int]) -> list[int]:
-        """Those of the prefixes that an engine does not have."""
+        """The prefixes of the list that an engine has not cached."""
         own = self._of_engine.get(engine, ())
         return [each for each in prefixes if each not in own]
 

@@ -18,10 +18,10 @@ from engine.core.interfaces.timeline import (
     MAX_CHUNKS,
     MAX_PAUSES,
     WAITS,
-    Chunk,
     DecodeWork,
-    Divergence,
     Pause,
+    PrefillChunk,
+    PromptDivergence,
     Timeline,
 )
 from engine.runtime.extension import Extension, Lack
@@ -38,7 +38,7 @@ MAX_ADMISSIONS = 256
 MAX_STEPS = 128
 # Hashes of recently computed prompt blocks to keep. They tell evicted prefixes from new ones.
 MAX_SEEN = 16384
-SHOWN_TOKENS = 8  # tokens of a prompt that a `Divergence` shows
+SHOWN_TOKENS = 8  # tokens of a prompt that a `PromptDivergence` shows
 MAX_BRANCHES = 64  # branches of a node in which the nearest prefix is searched
 
 
@@ -193,7 +193,7 @@ class RequestTiming:
         self._led_since = self._base
         self._loading_at: float | None = None
         self._admitted: tuple[tuple[float, ...], int] | None = None
-        self._chunks: list[Chunk] = []
+        self._chunks: list[PrefillChunk] = []
         self._pauses: list[Pause] = []
         self._preempted: tuple[float, int] | None = None
         self._decoding: DecodeWork | None = None
@@ -201,7 +201,7 @@ class RequestTiming:
         self._prompt_done: tuple[float, ...] | None = None
         self.num_evicted = 0
         self.is_cache_off = False
-        self.divergence: Divergence | None = None
+        self.divergence: PromptDivergence | None = None
 
     def hold(self, leader: "RequestTiming | None") -> None:
         """The sequence waits for another one that computes the same prefix."""
@@ -254,7 +254,7 @@ class RequestTiming:
             last = self._chunks.pop()
             began_at, start, count = last.began_at, last.start, start + count - last.start
         self._chunks.append(
-            Chunk(began_at, step.ended_at, start, count, step.num_rows, step.num_tokens)
+            PrefillChunk(began_at, step.ended_at, start, count, step.num_rows, step.num_tokens)
         )
 
     def first_token(self, now: float) -> None:
@@ -426,7 +426,7 @@ class RequestTimings(Extension):
         self._of.pop(seq, None)
 
 
-def divergence(kv: "KVCache", namespace: str, tokens: "Tokens") -> Divergence | None:
+def divergence(kv: "KVCache", namespace: str, tokens: "Tokens") -> PromptDivergence | None:
     """Where a prompt leaves the cached prefix that shares most tokens with it. Looks at the newest
     branches only. None if nothing is cached in the namespace, or if the whole prompt is.
     """
@@ -443,7 +443,7 @@ def divergence(kv: "KVCache", namespace: str, tokens: "Tokens") -> Divergence | 
     best = max(following, key=lambda each: _num_common(each, rest), default=rest[:0])
     shared = _num_common(best, rest)
     own, cached = rest[shared : shared + SHOWN_TOKENS], best[shared : shared + SHOWN_TOKENS]
-    return Divergence(done + shared, tuple(own), tuple(cached)) if own else None
+    return PromptDivergence(done + shared, tuple(own), tuple(cached)) if own else None
 
 
 def _num_common(first: "Tokens", second: "Tokens") -> int:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from engine.architectures.sites import PATTERN, site_name
 from engine.core.errors import EngineError, InferenceError
-from engine.core.interfaces.interp import Attention, Lens
+from engine.core.interfaces.interp import AttentionPattern, Lens
 from engine.core.interfaces.request import TokenDelta
 from engine.core.tensor_file import packed_header
 from engine.runtime.interp.attention import Pattern
@@ -177,7 +177,7 @@ class _LensWork:
 
 
 def _pattern(
-    probe: Probe, attention: Attention, layer: int, runner: Tappable, count: int
+    probe: Probe, attention: AttentionPattern, layer: int, runner: Tappable, count: int
 ) -> Pattern:
     places, q = probe.values(site_name(layer, "rot_q"), attention.span, count)
     _, k = probe.values(site_name(layer, "rot_k"), type(attention.span)(), count)

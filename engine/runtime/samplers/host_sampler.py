@@ -70,7 +70,7 @@ def _mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 Rows = NDArray[np.intp]
 
 
-class Counts(msgspec.Struct, frozen=True):
+class PenaltyCounts(msgspec.Struct, frozen=True):
     """Token counts of one slot's sequence, for penalties."""
 
     in_prompt: Bools  # (V,)
@@ -83,7 +83,7 @@ class HostSampler:
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._words = token_words(vocab_size)
-        self._counts: dict[int, Counts] = {}
+        self._counts: dict[int, PenaltyCounts] = {}
 
     def sample(self, logits: F32, sampling: SamplingInputs) -> Sampled:
         """Sample a token for each row of logits (R, V). The logits are not modified."""
@@ -107,7 +107,7 @@ class HostSampler:
     def _begin(self, sampling: SamplingInputs) -> None:
         """Set the token counts of the slots whose token history came with this step."""
         for slot, in_prompt, in_output in histories(sampling, self._vocab_size):
-            self._counts[slot] = Counts(in_prompt, in_output)
+            self._counts[slot] = PenaltyCounts(in_prompt, in_output)
 
     def _penalize(self, logits: F32, sampling: SamplingInputs) -> None:
         """Apply the penalties to `logits` in place. The repetition penalty applies to tokens of the

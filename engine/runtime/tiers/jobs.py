@@ -11,7 +11,7 @@ from engine.runtime.tiers.record import BlockKey, RecordShape
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class LoadedBlocks:
     """Loaded blocks `first` .. of a job, one row each."""
 
     group: Group
@@ -46,7 +46,7 @@ class ReadJob:
     wait_s: float  # max wait for the first block, besides the time that earlier jobs take
     stall_s: float  # max wait for each further block
     plan: "list[Segment] | None" = None  # what is left to load; None: not looked up yet
-    ready: deque[Batch] = field(default_factory=deque)
+    ready: deque[LoadedBlocks] = field(default_factory=deque)
     progress_at: float | None = None  # when the last batch came, or when the lookup was done
     expected_s: float = 0.0  # how long loading will take
     is_cancelled: bool = False

@@ -26,7 +26,7 @@ from engine.runtime.model_runner import NULL_BLOCK, Bytes, Group, RunnerSpec
 from engine.runtime.sequence import Sequence as Seq
 from engine.runtime.tiers.base import Tier, record_name
 from engine.runtime.tiers.health import WatchedTier
-from engine.runtime.tiers.jobs import Batch, ReadJob, WriteJob
+from engine.runtime.tiers.jobs import LoadedBlocks, ReadJob, WriteJob
 from engine.runtime.tiers.offload_worker import MAX_ALL_AHEAD_BYTES, OffloadWorker
 from engine.runtime.tiers.peers import PeerTier
 from engine.runtime.tiers.record import BlockKey, RecordShape, chain, root_key
@@ -346,7 +346,7 @@ class KVTiers(CacheExtension):
                 self.mover.drop(job)  # the pool is full, or an earlier block was evicted
                 job.ready.clear()
 
-    def _put(self, seq: Seq, batch: Batch, cache: KVCache) -> bool:
+    def _put(self, seq: Seq, batch: LoadedBlocks, cache: KVCache) -> bool:
         end = batch.first + len(batch.rows)
         rows = cast(Bytes, batch.rows)  # a list only if the runner is a `PinnedMover`
         if batch.group == "full":
@@ -365,7 +365,7 @@ class KVTiers(CacheExtension):
         column = self._columns.index(batch.group)
         return cache.adopt_entries(seq, column, batch.first, end, fill_entries)
 
-    def _remember(self, seq: Seq, batch: Batch, block_size: int) -> None:
+    def _remember(self, seq: Seq, batch: LoadedBlocks, block_size: int) -> None:
         """Note where blocks came from."""
         now, own = time.monotonic(), self._of[seq]
         for key in own.keys[batch.first : batch.first + len(batch.rows)]:

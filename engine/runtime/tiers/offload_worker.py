@@ -19,7 +19,7 @@ from engine.runtime.tiers.base import Loaded, Record, Wanted, record_name
 from engine.runtime.tiers.health import WatchedTier
 from engine.runtime.tiers.host import HostTier
 from engine.runtime.tiers.jobs import (
-    Batch,
+    LoadedBlocks,
     ReadJob,
     Segment,
     WriteJob,
@@ -291,7 +291,7 @@ class OffloadWorker:
         good = len(rows)
         segment.tier.loaded(good, good * shape.num_bytes, num_bad, time.monotonic() - began)
         if good:
-            job.ready.append(Batch(segment.group, segment.first, rows, segment.tier.name))
+            job.ready.append(LoadedBlocks(segment.group, segment.first, rows, segment.tier.name))
         segment.first += count
         segment.count -= count
         if good < count and segment.group == "full":

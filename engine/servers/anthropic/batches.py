@@ -79,7 +79,8 @@ def add_message_batches_routes(app: FastAPI, bench: Bench, runner: BatchRunner) 
             principal_of(request).name, PREFIX, query.after_id, query.limit + 1, query.before_id
         )
         has_more = len(found) > query.limit
-        # The batch beyond the page is the oldest, or the newest if the page ends at `before_id`.
+        # One batch more than the page was read, to know `has_more`. It is the oldest of them, or
+        # the newest if the page ends at `before_id`.
         page = found[-query.limit :] if query.before_id is not None else found[: query.limit]
         body = list_body([_body(request, batch) for batch in page], query.limit)
         del body["object"]

@@ -217,7 +217,7 @@ def parse(kind: type[Kind], raw: dict[str, Any]) -> tuple[Kind, AnthropicPrompt]
     `InvalidRequestError` that names the field, the rule and the given value.
     """
     if raw.get("thread") is not None:
-        # By `details`, Anthropic's SDK knows that it must send the whole conversation instead.
+        # Anthropic's SDK reads `details`, and then sends the whole conversation instead.
         raise InvalidRequestError(
             "thread is not supported by this server; send the whole conversation in messages.",
             param="thread",

@@ -20,7 +20,7 @@ SLICE_S, SLICE_EVERY_S = 0.05, 20.0
 
 
 class Hold:
-    """Watches the server's requests until `end`."""
+    """Stops a training process while the server has open requests. `end` ends the watch."""
 
     def __init__(self, lifecycle: Lifecycle, process: TrainerProcess) -> None:
         self._lifecycle = lifecycle

@@ -28,7 +28,7 @@ from engine.core.interfaces.backend import UsageEvent
 from engine.core.interfaces.request import RequestNotes
 from engine.core.observability.logging import REQUEST_ID
 from engine.core.observability.metrics import Metrics
-from engine.core.observability.tracing import TRACE, Answered, Trace, client_trace
+from engine.core.observability.tracing import TRACE, Answered, RequestTrace, client_trace
 
 if TYPE_CHECKING:
     from engine.core.observability.otel import Telemetry
@@ -85,7 +85,7 @@ class RequestRecord:
     # The client's names of parameters that have other names here.
     sent_as: Mapping[str, str] = field(default_factory=dict)
     limit_headers: dict[str, str] = field(default_factory=dict)  # remaining quota of the key
-    trace: Trace | None = None
+    trace: RequestTrace | None = None
     is_ending: bool = False  # whether the client may have seen the end of the answer
     ended: asyncio.Event | None = None  # set at the end, if somebody waits for it
     is_stream: bool = False  # whether the answer is a stream of events
@@ -193,7 +193,7 @@ class RequestLog:
             REQUEST_ID.reset(token)
             TRACE.reset(trace_token)
 
-    def _begin_trace(self, method: str, headers: Headers, started: float) -> Trace | None:
+    def _begin_trace(self, method: str, headers: Headers, started: float) -> RequestTrace | None:
         """The trace of a request. Only POST requests make the models work, so others are not
         recorded.
         """

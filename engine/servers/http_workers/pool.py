@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 from engine.backends.process import RestartPolicy
 from engine.core.config_schema import Settings
 from engine.core.observability.logging import current_setup
-from engine.frontend.liveness_monitor import Verdict
+from engine.frontend.liveness_monitor import LivenessVerdict
 from engine.servers.http_workers.messages import Setup
 from engine.servers.http_workers.writer import Writer
 
@@ -131,10 +131,10 @@ class Writers:
             await asyncio.sleep(CHECK_S)
             for writer in list(self._writers):
                 verdict = writer.check()
-                if verdict is Verdict.WAKE:
+                if verdict is LivenessVerdict.WAKE:
                     logger.error("a frontend process is silent; waking it (%s)", writer.silence)
                     writer.wake()
-                elif verdict is Verdict.GIVE_UP:
+                elif verdict is LivenessVerdict.GIVE_UP:
                     logger.error(
                         "a frontend process is still silent; killing it (%s)", writer.silence
                     )

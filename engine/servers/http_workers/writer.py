@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 from engine.backends.process import ChildProcess
 from engine.core.sandbox.processes import socket_pair, start_child
 from engine.core.sandbox.silence import Silence
-from engine.frontend.liveness_monitor import LivenessMonitor, Verdict, trouble_of
+from engine.frontend.liveness_monitor import LivenessMonitor, LivenessVerdict, trouble_of
 from engine.ipc.heartbeat import UNKNOWN_STEP_TIMEOUT_S, Vitals
 from engine.ipc.transport import Connection
 from engine.servers.http_workers.exchange import Exchange
@@ -113,7 +113,7 @@ class Writer:
     def is_frozen(self) -> bool:
         return trouble_of(self._vitals) is not None
 
-    def check(self) -> Verdict:
+    def check(self) -> LivenessVerdict:
         """What to do with the process, as with an engine process."""
         return self._liveness.check(self._vitals, self._loop.time())
 

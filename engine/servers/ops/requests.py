@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.core.errors import EngineError, InvalidRequestError, NotFoundError
-from engine.core.interfaces.timeline import BATCH_EDGES, WAITS, Divergence, Timeline
+from engine.core.interfaces.timeline import BATCH_EDGES, WAITS, PromptDivergence, Timeline
 from engine.routing.report import describe_decisions
 from engine.routing.router import Router
 from engine.servers.access.auth import may_administer, may_read_routes, principal_of
@@ -141,7 +141,7 @@ async def _shown_divergence(
     services: Services, record: RequestRecord, timeline: Timeline | None
 ) -> dict[str, Any]:
     """The words at which the prompt leaves the cached one, if the settings allow to show them."""
-    found: Divergence | None = None if timeline is None else timeline.divergence
+    found: PromptDivergence | None = None if timeline is None else timeline.divergence
     if found is None or not services.settings.requests.show_text:
         return {}
     texts: list[str | None] = []

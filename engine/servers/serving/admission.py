@@ -17,7 +17,7 @@ from engine.core.forecast import WaitForecast, may_take, most_places
 from engine.core.interfaces.backend import UsageEvent
 from engine.core.interfaces.request import FinishReason
 from engine.core.observability.metrics import FinishedRequest, Metrics
-from engine.core.observability.tracing import Work
+from engine.core.observability.tracing import BackendWork
 from engine.servers.access.quotas import Lease, answer_tokens
 from engine.servers.http.errors import AbortedError
 from engine.servers.http.request_log import RequestRecord
@@ -297,9 +297,11 @@ class Ticket:
             logger.warning("slow request", extra=fields)
 
 
-def _work(pump: EventPump, record: RequestRecord, finish_reasons: tuple[FinishReason, ...]) -> Work:
+def _work(
+    pump: EventPump, record: RequestRecord, finish_reasons: tuple[FinishReason, ...]
+) -> BackendWork:
     failure = pump.failure
-    return Work(
+    return BackendWork(
         request=pump.first_request,
         submitted_at=pump.submitted_at,
         first_token_at=pump.first_token_at,

@@ -30,7 +30,7 @@ from engine.core.interfaces.backend import (
     ToolCallEvent,
     UsageEvent,
 )
-from engine.core.observability.tracing import Trace
+from engine.core.observability.tracing import RequestTrace
 from engine.servers.http.errors import ClientDisconnectedError, opaque_error
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class EventPump:
         on_tokens: OnTokens,
         on_usage: Callable[[UsageEvent], None] = lambda _: None,
         on_end: Callable[[], None] = lambda: None,
-        trace: Trace | None = None,
+        trace: RequestTrace | None = None,
     ) -> None:
         num_choices = num_sources * choices_per_source
         self.choice_tokens = [0] * num_choices

@@ -11,7 +11,7 @@ from engine.core.errors import InvalidRequestError, RateLimitError
 from engine.core.interfaces.backend import ChatRequest, CompletionRequest, Event, ModelCard
 from engine.core.interfaces.request import SamplingParams
 from engine.core.interp.resolving import resolved
-from engine.core.interp.results import Result
+from engine.core.interp.results import InterpResult
 from engine.core.interp.spec import InterpSpec, parse_interp
 from engine.core.interp.vectors import VectorStore
 from engine.core.tensor_file import num_value_bytes
@@ -26,7 +26,7 @@ def vector_store(services: Services) -> VectorStore:
 
 
 class InterpOpener:
-    """Takes requests in the backend's place: adds what they read and change."""
+    """Opens requests at the backend, with the captures and edits of `spec` added to them."""
 
     def __init__(
         self,
@@ -136,8 +136,8 @@ class InterpOpener:
             ]
 
 
-def _read(data: bytes, encoding: str) -> tuple[Result, dict[str, Any]]:
-    result = Result(data)
+def _read(data: bytes, encoding: str) -> tuple[InterpResult, dict[str, Any]]:
+    result = InterpResult(data)
     return result, result.body(encoding)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from engine.core.config_storage import InterpSettings
 from engine.core.errors import NotFoundError, PayloadTooLargeError, RateLimitError
-from engine.core.interp.results import Result
+from engine.core.interp.results import InterpResult
 
 SHARES = 4
 MAX_RESULTS = 1024  # of one tenant
@@ -72,8 +72,8 @@ class ResultStore:
             raise NotFoundError("There is no such result, or its time is over.", param="id")
         return kept.data
 
-    def find(self, result_id: str, tenant: str) -> Result:
-        return Result(self.get(result_id, tenant))
+    def find(self, result_id: str, tenant: str) -> InterpResult:
+        return InterpResult(self.get(result_id, tenant))
 
     def delete(self, result_id: str, tenant: str) -> None:
         with self._lock:

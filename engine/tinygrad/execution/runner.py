@@ -116,7 +116,7 @@ class Input:
 
 
 @dataclass(frozen=True, slots=True)
-class Forwarded:
+class ForwardResults:
     """The results of a forward pass, on the device. They are valid until the next forward pass of
     the same size overwrites them.
     """
@@ -148,7 +148,7 @@ class ForwardStep:
         }
         self._program = TinyJit(self._forward)
 
-    def __call__(self, inputs: BatchInputs, token_ids: I32) -> Forwarded:
+    def __call__(self, inputs: BatchInputs, token_ids: I32) -> ForwardResults:
         """Runs the forward pass. In `token_ids`, FROM_DEVICE is already replaced by real tokens."""
         counts = np.diff(inputs.query_start)
         self._token_ids.put(token_ids)
@@ -162,7 +162,7 @@ class ForwardStep:
                 place.put(table[inputs.positions])
         num_blocks = -(-int(inputs.seq_lens.max()) // self._cache.block_size)
         variable = Variable("num_blocks", 1, self._cache.max_blocks)
-        return Forwarded(*self._program(variable.bind(num_blocks)))
+        return ForwardResults(*self._program(variable.bind(num_blocks)))
 
     def _forward(self, num_blocks: UOp) -> tuple[Tensor, Tensor]:
         work = Work(
@@ -213,7 +213,7 @@ class StepHandle:
     """The result of `forward`, which the caller passes to `sample`."""
 
     size: int
-    forwarded: Forwarded
+    forwarded: ForwardResults
     query_start: I32
 
 

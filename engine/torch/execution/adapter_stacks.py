@@ -1,7 +1,8 @@
-"""The LoRA adapters of a PyTorch model: packs them, and keeps those with a place on the device.
+"""The LoRA adapters of a PyTorch model: packs them, and keeps those with a slot on the device.
 
-The matrices of all places are stacked, so that one kernel computes any mix of adapters. Stacks grow
-when an adapter has a larger rank, changes a layer that no other did, or gets a higher place.
+The matrices of all slots are stacked, so that one kernel computes any mix of adapters. Stacks grow
+when an adapter has a larger rank, changes a layer that no other did, or gets a slot beyond the
+stack's end.
 """
 
 from collections.abc import Iterator, Mapping

@@ -23,7 +23,7 @@ _GRAIN = 16  # the size of chunks is a multiple of this
 
 
 @dataclass(frozen=True, slots=True)
-class Chunks:
+class ScanChunks:
     """Rows of more than one token, divided into chunks of K tokens."""
 
     size: int  # K
@@ -44,7 +44,7 @@ class Rows:
     starts: Tensor  # (S,) the first token of each row
     row_of: Tensor  # (T,)
     # None: every row has one token. Else the rows with one token are `singles`.
-    chunks: Chunks | None = None
+    chunks: ScanChunks | None = None
     singles: Tensor | None = None
 
     def initial(self, states: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ def divide(query_start: I32, positions: I32, slots: I32, device: torch.device) -
     )
 
 
-def _chunks(starts: np.ndarray, lengths: np.ndarray, device: torch.device) -> Chunks:
+def _chunks(starts: np.ndarray, lengths: np.ndarray, device: torch.device) -> ScanChunks:
     longest, total = int(lengths.max()), int(lengths.sum())
     size = min(CHUNK, -(-longest // _GRAIN) * _GRAIN)
     rows = np.flatnonzero(lengths > 1)
@@ -89,7 +89,7 @@ def _chunks(starts: np.ndarray, lengths: np.ndarray, device: torch.device) -> Ch
     for number in range(int(counts.max())):
         having = np.flatnonzero(counts > number)
         rounds.append((to_device(first[having] + number, device), to_device(having, device)))
-    return Chunks(
+    return ScanChunks(
         size,
         to_device(flat, device),
         to_device(places, device),
@@ -183,7 +183,7 @@ def _mamba2_step(inputs: tuple[Tensor, ...], decay: Tensor, state: Tensor) -> tu
     return torch.einsum("shnp,shn->shp", state, c), state
 
 
-def _in_chunks(x: Tensor, chunks: Chunks) -> Tensor:
+def _in_chunks(x: Tensor, chunks: ScanChunks) -> Tensor:
     """Divides x (T, H, ...) into chunks: (M, H, K, ...). Places without a token are zero."""
     padded = torch.cat((x, x.new_zeros(1, *x.shape[1:])))
     divided = padded[chunks.tokens].unflatten(0, (-1, chunks.size))
@@ -191,7 +191,7 @@ def _in_chunks(x: Tensor, chunks: Chunks) -> Tensor:
 
 
 def _mamba2_chunks(
-    inputs: tuple[Tensor, ...], decay: Tensor, chunks: Chunks, state: Tensor, out: Tensor
+    inputs: tuple[Tensor, ...], decay: Tensor, chunks: ScanChunks, state: Tensor, out: Tensor
 ) -> Tensor:
     """Writes the results of all chunks to `out`. Returns the states of the rows after them."""
     values, b, c, dt = (_in_chunks(each, chunks) for each in inputs)
@@ -219,7 +219,7 @@ def _pairwise(log: Tensor) -> Tensor:
     return torch.exp(difference)
 
 
-def _put_back(result: Tensor, chunks: Chunks, out: Tensor) -> None:
+def _put_back(result: Tensor, chunks: ScanChunks, out: Tensor) -> None:
     flat = result.transpose(1, 2).flatten(0, 1)
     out[chunks.sources] = flat[chunks.places]
 
@@ -267,7 +267,9 @@ def _delta_step(inputs: tuple[Tensor, ...], state: Tensor) -> tuple[Tensor, Tens
     return torch.einsum("shnp,shn->shp", state, q), state
 
 
-def _delta_chunks(inputs: tuple[Tensor, ...], chunks: Chunks, state: Tensor, out: Tensor) -> Tensor:
+def _delta_chunks(
+    inputs: tuple[Tensor, ...], chunks: ScanChunks, state: Tensor, out: Tensor
+) -> Tensor:
     """Writes the results of all chunks to `out`. Returns the states of the rows after them.
 
     Within a chunk, each change depends on those of earlier tokens. This triangular system is solved

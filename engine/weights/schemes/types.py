@@ -12,7 +12,7 @@ from engine.weights.grouped import (
     FP4_LEVELS,
     Bytes,
     Floats,
-    Groups,
+    QuantizedGroups,
     halves,
     plane,
 )
@@ -99,15 +99,15 @@ def floats_as_q8_0(blocks: Bytes) -> Bytes:
     return _rounded_to_q8_0(np.ascontiguousarray(blocks).view("<f4"))
 
 
-def unpack_int8(blocks: Bytes) -> Groups:
+def unpack_int8(blocks: Bytes) -> QuantizedGroups:
     """Byte 0: scale; 4-35: int8 values."""
-    return Groups(blocks[:, 4:].view(np.int8)[:, None], _float_at(blocks))
+    return QuantizedGroups(blocks[:, 4:].view(np.int8)[:, None], _float_at(blocks))
 
 
-def unpack_int4(blocks: Bytes) -> Groups:
+def unpack_int4(blocks: Bytes) -> QuantizedGroups:
     """Byte 0: scale; 4: zero point; 5-20: 4-bit values, the low nibbles first."""
     values = plane(blocks[:, 5:], 16, 4).reshape(len(blocks), BLOCK).view(np.int8)
-    return Groups((values - blocks[:, 4:5].view(np.int8))[:, None], _float_at(blocks))
+    return QuantizedGroups((values - blocks[:, 4:5].view(np.int8))[:, None], _float_at(blocks))
 
 
 def int4_as_q4_1(blocks: Bytes) -> Bytes:
@@ -117,11 +117,11 @@ def int4_as_q4_1(blocks: Bytes) -> Bytes:
     return np.concatenate((halves(scales), halves(minima), blocks[:, 5:]), axis=1)
 
 
-def unpack_fp4_g16(blocks: Bytes) -> Groups:
+def unpack_fp4_g16(blocks: Bytes) -> QuantizedGroups:
     """Bytes 0-7: two scales; 8-23: FP4 values, the low nibbles first."""
     values = FP4_LEVELS[plane(blocks[:, 8:], 16, 4)].reshape(len(blocks), 2, 16)
     scales = np.concatenate((_float_at(blocks), _float_at(blocks, 4)), axis=1)
-    return Groups(values, scales / np.float32(2))
+    return QuantizedGroups(values, scales / np.float32(2))
 
 
 def decode_nf4(blocks: Bytes, out: Floats) -> None:
@@ -139,16 +139,16 @@ def _decode_levels(levels: Floats, blocks: Bytes, out: Floats) -> None:
     np.multiply(levels[indices], _float_at(blocks), out=out)
 
 
-def unpack_rounded_nf4(blocks: Bytes) -> Groups:
+def unpack_rounded_nf4(blocks: Bytes) -> QuantizedGroups:
     return _rounded_levels(NF4_LEVELS, _LARGEST, blocks)
 
 
-def unpack_rounded_bnb_fp4(blocks: Bytes) -> Groups:
+def unpack_rounded_bnb_fp4(blocks: Bytes) -> QuantizedGroups:
     return _rounded_levels(BNB_FP4_LEVELS, _BNB_FP4_STEPS, blocks)
 
 
-def _rounded_levels(levels: Floats, steps: int, blocks: Bytes) -> Groups:
+def _rounded_levels(levels: Floats, steps: int, blocks: Bytes) -> QuantizedGroups:
     """The levels, rounded to multiples of 1 / steps."""
     whole: NDArray[np.int8] = np.rint(levels * steps).astype(np.int8)
     values = whole[plane(blocks[:, 4:], 16, 4)].reshape(len(blocks), 1, BLOCK)
-    return Groups(values, _float_at(blocks) / np.float32(steps))
+    return QuantizedGroups(values, _float_at(blocks) / np.float32(steps))

@@ -4,7 +4,7 @@ from typing import Any
 
 from engine_tools.conformance.expect import expect, field, is_count, items, short, text
 from engine_tools.conformance.rule import Group
-from engine_tools.conformance.sse import Stream
+from engine_tools.conformance.sse import SseStream
 from engine_tools.conformance.target import QUESTION, Reply, Target
 
 PATH = "/v1/messages"
@@ -33,7 +33,7 @@ async def _plain(target: Target) -> Any:
     return await target.once("message", ask)
 
 
-async def _streamed(target: Target) -> Stream:
+async def _streamed(target: Target) -> SseStream:
     return await target.once("message stream", lambda: target.stream(PATH, body(target)))
 
 

@@ -8,7 +8,7 @@ from engine_tools.conformance.expect import RuleSkipped, expect, field, is_count
 from engine_tools.conformance.rule import Group
 from engine_tools.conformance.rules.structured import COLOUR, PROMPT, is_colour
 from engine_tools.conformance.rules.structured import parsed as parsed_json
-from engine_tools.conformance.sse import Stream
+from engine_tools.conformance.sse import SseStream
 from engine_tools.conformance.target import QUESTION, Target
 
 PATH = "/v1/responses"
@@ -35,7 +35,7 @@ async def _plain(target: Target) -> Any:
     return await target.once("response", ask)
 
 
-async def _streamed(target: Target) -> Stream:
+async def _streamed(target: Target) -> SseStream:
     return await target.once("response stream", lambda: target.stream(PATH, body(target)))
 
 

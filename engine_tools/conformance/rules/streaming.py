@@ -10,29 +10,29 @@ from typing import Any
 from engine_tools.conformance.expect import RuleSkipped, expect, field, short
 from engine_tools.conformance.rule import Group
 from engine_tools.conformance.rules.chat import FINISH_REASONS, check_usage
-from engine_tools.conformance.sse import DONE, Stream
+from engine_tools.conformance.sse import DONE, SseStream
 from engine_tools.conformance.target import CHAT, COMPLETIONS, Target
 
 STREAMING = Group("streaming")
 SDK = "openai-python"
 
 
-def choices(stream: Stream, index: int = 0) -> list[dict[str, Any]]:
+def choices(stream: SseStream, index: int = 0) -> list[dict[str, Any]]:
     """The entries of `choices` in all chunks that belong to choice `index`, in order."""
     found = [each for chunk in stream.chunks for each in field(chunk, "choices")]
     return [each for each in found if field(each, "index") == index]
 
 
-def joined(stream: Stream, index: int = 0) -> str:
+def joined(stream: SseStream, index: int = 0) -> str:
     return "".join(each["delta"].get("content") or "" for each in choices(stream, index))
 
 
-def reasons(stream: Stream, index: int = 0) -> list[str]:
+def reasons(stream: SseStream, index: int = 0) -> list[str]:
     found = [each.get("finish_reason") for each in choices(stream, index)]
     return [reason for reason in found if reason is not None]
 
 
-async def _cut_stream(target: Target) -> Stream:
+async def _cut_stream(target: Target) -> SseStream:
     """A stream that ends because it reached its token limit."""
     body = target.chat("Count from 1 to 100.", max_tokens=3)
     return await target.once("cut stream", lambda: target.stream(CHAT, body))

@@ -11,7 +11,7 @@ from engine_tools.conformance.expect import RuleFailed, expect, field, items, sh
 from engine_tools.conformance.rule import Group
 from engine_tools.conformance.rules.chat import WEATHER_TURNS
 from engine_tools.conformance.rules.streaming import choices, reasons
-from engine_tools.conformance.sse import Stream
+from engine_tools.conformance.sse import SseStream
 from engine_tools.conformance.target import CHAT, Target
 
 SDK = "openai-python"
@@ -65,7 +65,7 @@ async def _required(target: Target) -> dict[str, Any]:
     return await target.once("required", lambda: _message(target, tool_choice="required"))
 
 
-async def _required_stream(target: Target) -> Stream:
+async def _required_stream(target: Target) -> SseStream:
     wanted = body(target, tool_choice="required")
     return await target.once("required stream", lambda: target.stream(CHAT, wanted))
 
@@ -81,7 +81,7 @@ def _arguments(call: Any) -> dict[str, Any]:
     return found
 
 
-def _deltas(stream: Stream) -> list[Any]:
+def _deltas(stream: SseStream) -> list[Any]:
     """The streamed pieces of all tool calls, in order. Fails the rule if there are none."""
     found = [piece for each in choices(stream) for piece in (each["delta"].get("tool_calls") or [])]
     expect(bool(found), "no tool_calls in the stream")

@@ -31,7 +31,7 @@ from engine.core.errors import (
 )
 from engine.core.interfaces.interp import Edit, InterpRequest, Span
 from engine.core.interp.resolving import resolved
-from engine.core.interp.results import Result
+from engine.core.interp.results import InterpResult
 from engine.core.interp.spec import InterpSpec, parse_interp
 from engine.core.interp.vectors import VectorStore
 
@@ -231,7 +231,7 @@ def _refuse_what_is_missing(spec: InterpSpec) -> None:
             )
 
 
-def _no_result(_: str) -> Result:
+def _no_result(_: str) -> InterpResult:
     raise NotFoundError("Results are not stored in front of vLLM; send the vector.", param="interp")
 
 

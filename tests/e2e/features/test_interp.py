@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from engine.core.errors import NotFoundError
-from engine.core.interp.results import Result
+from engine.core.interp.results import InterpResult
 from engine.core.interp.vectors import VectorStore
 from engine.core.key_file import add_key
 from engine.core.tensor_file import unpack_tensors
@@ -228,7 +228,7 @@ def test_oversized_interp_requests_do_not_end_the_engine(plain: Any) -> None:
         told = answer.json().get("interp")
         if told is not None and not told["inline"]:
             data = http.get(f"/v1/interp/results/{told['id']}").content
-            assert len(data) == told["bytes"] and Result(data).facts["num_prompt"] > 100, name
+            assert len(data) == told["bytes"] and InterpResult(data).facts["num_prompt"] > 100, name
         assert served.engine_pid() == pid, name
     assert http.get("/health").json()["status"] == "healthy"
 
@@ -256,7 +256,7 @@ def test_captures_survive_the_death_of_their_engine(plain: Any) -> None:
     asking.join()
     assert found["choices"][0]["text"] == expected["choices"][0]["text"]
     ids = (expected["interp"]["id"], found["interp"]["id"])
-    one, two = (Result(http.get(f"/v1/interp/results/{each}").content) for each in ids)
+    one, two = (InterpResult(http.get(f"/v1/interp/results/{each}").content) for each in ids)
     assert one.facts == two.facts
     for name, tensor in one.tensors.items():
         assert tensor.data == two.tensors[name].data, name

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from engine.adapters.reading import open_adapter
 from engine.architectures.sites import site_name
 from engine.core.interfaces.interp import (
-    Attention,
+    AttentionPattern,
     Attribution,
     Capture,
     Edit,
@@ -171,7 +171,7 @@ def test_captures_do_not_depend_on_the_schedule(saved: Any, alone: ProbedEngine,
 def everything(engine: ProbedEngine, layer: int = 2) -> InterpRequest:
     """All sites at all positions, and all that is derived from them."""
     sites = tuple(Capture(site.name) for site in engine.runner.sites)
-    return InterpRequest(sites, lens=Lens((), 4), attention=Attention((layer,)))
+    return InterpRequest(sites, lens=Lens((), 4), attention=AttentionPattern((layer,)))
 
 
 def preempt_all(engine: ProbedEngine) -> None:
@@ -263,7 +263,7 @@ def test_lens_attention_and_attribution_agree_with_the_model(saved: Any) -> None
     logits = hooked.run(tokens)
     engine = ProbedEngine(path, "native")
     interp = InterpRequest(
-        lens=Lens((), 4), attention=Attention((0, 2)), attribution=Attribution(target=7)
+        lens=Lens((), 4), attention=AttentionPattern((0, 2)), attribution=Attribution(target=7)
     )
     answer = engine.run(request("r", tokens, interp=interp))["r"]
     engine.close()
@@ -326,7 +326,7 @@ def test_lens_and_attribution_of_an_adapter_use_its_logits(saved: Any, tmp_path:
         ),
         (InterpRequest(edits=(Edit("blocks.0.attn.hook_rot_q", "scale"),)), "INVALID_REQUEST"),
         (InterpRequest((Capture("hook_embed"),), max_bytes=64), "INVALID_REQUEST"),
-        (InterpRequest(attention=Attention((0,), (99,))), "INVALID_REQUEST"),
+        (InterpRequest(attention=AttentionPattern((0,), (99,))), "INVALID_REQUEST"),
         (InterpRequest(edits=(steered(scale=3e38),)), "INVALID_REQUEST"),
     ],
 )

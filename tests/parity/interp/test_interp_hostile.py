@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from engine.core.errors import EngineError
-from engine.core.interfaces.interp import Attention, Attribution, Edit, InterpRequest, Lens
+from engine.core.interfaces.interp import AttentionPattern, Attribution, Edit, InterpRequest, Lens
 from engine.core.interfaces.request import Deltas, TokenDelta
 from engine.core.interp.resolving import resolved
-from engine.core.interp.results import Result
+from engine.core.interp.results import InterpResult
 from engine.core.interp.spec import parse_interp
 from engine.core.interp.vectors import VectorStore
 from engine.core.memory import MemoryRoom
@@ -136,14 +136,14 @@ def edit(rng: Random, sites: list[str]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def earlier(engine: ProbedEngine) -> Result:
+def earlier(engine: ProbedEngine) -> InterpResult:
     """A result to patch from."""
-    return Result(engine.run(request("e", tiny_models.text(40), sites=(SITE,)))["e"].data)
+    return InterpResult(engine.run(request("e", tiny_models.text(40), sites=(SITE,)))["e"].data)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_random_hostile_interp_requests_do_not_end_the_engine(
-    engine: ProbedEngine, store: VectorStore, earlier: Result, seed: int
+    engine: ProbedEngine, store: VectorStore, earlier: InterpResult, seed: int
 ) -> None:
     rng = Random(seed)
     sites = [site.name for site in engine.runner.sites] + ["blocks.9.hook_resid_post"]
@@ -168,7 +168,7 @@ def test_random_hostile_interp_requests_do_not_end_the_engine(
             probe = Probe(interp, engine.runner.sites, len(prompt), num_new)
             assert len(answer.data) <= probe.num_bytes <= MAX_BYTES
             for encoding in ("float", "base64", "none"):
-                assert Result(answer.data).body(encoding)
+                assert InterpResult(answer.data).body(encoding)
             assert all(len(d.captured or b"") <= PIECE_BYTES for d in answer.deltas)
             assert all(encode_frame(Deltas((d,))) for d in answer.deltas)
     assert answered >= 1, "some requests have to be answered"
@@ -187,7 +187,7 @@ def test_random_hostile_interp_requests_do_not_end_the_engine(
     ids=["attention", "lens", "the same captures", "captures", "patch", "tuned"],
 )
 def test_each_part_of_an_interp_request_is_size_checked_before_it_runs(
-    engine: ProbedEngine, store: VectorStore, earlier: Result, raw: dict[str, Any]
+    engine: ProbedEngine, store: VectorStore, earlier: InterpResult, raw: dict[str, Any]
 ) -> None:
     """The refusal says how large it would be, how large it may be, and which setting says so."""
     try:
@@ -316,7 +316,7 @@ def test_small_interp_results_do_not_wait_for_another_tenants_large_ones(
     engine: ProbedEngine,
 ) -> None:
     engine.channel.answers.clear()
-    large = InterpRequest(lens=Lens((), 5), attention=Attention((0, 1, 2)))
+    large = InterpRequest(lens=Lens((), 5), attention=AttentionPattern((0, 1, 2)))
     for n in range(4):
         engine.submit(request(f"{n}", tiny_models.text(90), interp=large, tenant="a"))
     engine.submit(request("small", tiny_models.text(5), sites=(SITE,), tenant="b"))

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.backends.transformers.checkpoint import open_checkpoint
-from engine.backends.transformers.fitting import Fitted, Loaded, fit
+from engine.backends.transformers.fitting import Fitted, ModelToFit, fit
 from engine.backends.transformers.loading import load_model
 from engine.core.errors import ConfigError
 from engine.core.interfaces.request import (
@@ -103,7 +103,7 @@ def fitted(path: Path, attention: str = "auto", device: str = "cpu") -> Fitted:
     checkpoint = open_checkpoint(path)
     found = find_device(device, "float32")
     model = load_model(checkpoint, torch.device(device), torch.float32)
-    return fit(Loaded(model, checkpoint.shape, options, found))
+    return fit(ModelToFit(model, checkpoint.shape, options, found))
 
 
 def loop_of(found: Fitted, num_blocks: int, max_slots: int, budget: int) -> EngineLoop:

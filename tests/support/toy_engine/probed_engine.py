@@ -7,7 +7,7 @@ import numpy as np
 
 from engine.core.interfaces.interp import Capture, Edit, InterpRequest
 from engine.core.interfaces.request import Abort, GenerateRequest, SamplingParams, TokenDelta
-from engine.core.interp.results import Result
+from engine.core.interp.results import InterpResult
 from engine.ipc.options import EngineOptions
 from engine.tools.profiling import ListChannel
 from engine.weights.model import open_model
@@ -32,7 +32,7 @@ class Answer:
         self.data = b"".join(each.captured for each in deltas if each.captured is not None)
         if last.captured is None:
             return
-        result = Result(self.data)
+        result = InterpResult(self.data)
         self.facts, self.lens = result.facts, result.lens
         values = {
             name: np.frombuffer(each.data, np.float32).reshape(each.shape)

@@ -221,7 +221,7 @@ async def test_requests_move_only_to_a_backend_with_the_same_fingerprint():
     interrupted: list[InterruptedRequest] = []
     bench = Bench(0.1, max_revivals=8)
     home = ToyBackend(in_process=False)
-    home._link, home.on_orphan = bench.link, interrupted.append
+    home._link, home.on_interrupted = bench.link, interrupted.append
     await bench.start()
     bench.submit()
     (opened,) = bench.link._requests._requests.values()

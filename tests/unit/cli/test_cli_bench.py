@@ -2,13 +2,13 @@
 
 import random
 
-from engine.cli.ops.bench import Load, Sample, summarize
+from engine.cli.ops.bench import BenchLoad, Sample, summarize
 
 
-def load(**changes) -> Load:
+def load(**changes) -> BenchLoad:
     fields = {"url": "u", "model": "m", "num_requests": 4, "concurrency": 2, "prompt_tokens": 10}
     fields |= {"max_tokens": 7, "rate": None, "extra": {}, "draws": random.Random(0)}
-    return Load(**fields | changes)
+    return BenchLoad(**fields | changes)
 
 
 def test_bench_prompts_differ_at_their_start_and_have_the_requested_size():

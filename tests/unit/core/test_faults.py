@@ -33,7 +33,7 @@ ENGINE = Path(faults.__file__).parents[1]
 PROMPTS = [(n, 1, 2, 3) for n in range(8)]
 
 
-def found(place: faults.Place) -> Callable:
+def found(place: faults.FaultTarget) -> Callable:
     """As it stands in its module or class, and not in one that this inherits from."""
     owner, name = place.find(importlib.import_module(place.module))
     return vars(owner)[name]

@@ -26,7 +26,7 @@ from engine.core.interfaces.request import (
 from engine.core.interp import vectors as vectors_module
 from engine.core.interp.features import encode, top_features
 from engine.core.interp.resolving import resolved
-from engine.core.interp.results import Result
+from engine.core.interp.results import InterpResult
 from engine.core.interp.spec import parse_interp
 from engine.core.interp.vectors import VectorStore
 from engine.core.observability.metrics import Metrics
@@ -51,7 +51,7 @@ def result(values: np.ndarray, positions: list[int], site: str = SITE) -> bytes:
     return pack_tensors([tensor], {"interp": json.dumps(facts)})
 
 
-def no_result(_: str) -> Result:
+def no_result(_: str) -> InterpResult:
     raise NotFoundError("none")
 
 
@@ -114,7 +114,7 @@ def test_edits_resolve_stored_vectors_and_unit_directions(tmp_path: Path) -> Non
 
 def test_a_patch_uses_rows_of_a_stored_result(tmp_path: Path) -> None:
     values = np.arange(6, dtype=np.float32).reshape(3, 2)
-    earlier = Result(result(values, [1, 2, 3]))
+    earlier = InterpResult(result(values, [1, 2, 3]))
     raw = {
         "edit": [
             {
@@ -135,7 +135,7 @@ def test_a_patch_uses_rows_of_a_stored_result(tmp_path: Path) -> None:
 
 def test_a_patch_finds_its_positions_in_any_capture_of_the_site() -> None:
     values = np.arange(6, dtype=np.float32).reshape(3, 2)
-    earlier = Result(result(values, [1, 2, 3]))
+    earlier = InterpResult(result(values, [1, 2, 3]))
     first = earlier.facts["captures"][0]
     earlier.facts["captures"].insert(0, first | {"positions": [0], "tensor": "0"})
     assert [np.frombuffer(row, np.float32).tolist() for row in earlier.rows(SITE, [2])[1]] == [
@@ -184,11 +184,11 @@ def test_autoencoder_features_come_only_from_their_own_positions(tmp_path: Path)
     store.save("sae", tensors_of({"W_enc": np.eye(2, dtype=np.float32)}), {"site": SITE})
     spec = parse_interp({"features": {"sae": "sae"}}).features
     assert spec is not None
-    found = Result(result(np.array([[7.0, 8.0]]), [3]))
+    found = InterpResult(result(np.array([[7.0, 8.0]]), [3]))
     found.facts["captures"].insert(0, {"site": SITE, "positions": [0], "tensor": "0"})
     (only,) = top_features(spec, store, found)
     assert (only["position"], only["top"][0]) == (3, {"feature": 1, "value": 8.0})
-    assert top_features(spec, store, Result(result(np.zeros((0, 2)), []))) == []
+    assert top_features(spec, store, InterpResult(result(np.zeros((0, 2)), []))) == []
 
 
 def test_clamping_a_feature_reads_the_encoder_and_writes_the_decoder(tmp_path: Path) -> None:

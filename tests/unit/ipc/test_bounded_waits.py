@@ -7,7 +7,7 @@ syntax trees of all modules that start, watch or end processes.
 import ast
 from collections.abc import Iterator
 
-from engine_tools.source_trees import ROOT, Source, sources
+from engine_tools.source_trees import ROOT, SourceFile, sources
 
 SUPERVISORS = (
     "engine.backends.process",
@@ -34,8 +34,8 @@ WAITS = ("wait", "join", "communicate", "acquire", "waitpid")
 BOUNDS = ("wait_for", "answer_of", "timeout")
 # Waits without a bound of their own: the function, and what ends the wait.
 ENDED_BY = {
-    "frontend.engine_client.ProcessClient._end": "the vigil: `kill` closes it",
-    "frontend.engine_link.EngineLink.start": "the vigil, and the bound of a load",
+    "frontend.engine_client.ProcessClient._end": "the liveness monitor: `kill` closes it",
+    "frontend.engine_link.EngineLink.start": "the liveness monitor, and the bound of a load",
     "backends.external.external_child.ExternalChild._report": "`stop`, which kills the launcher",
     "backends.external.supervisor.Supervisor._unless_ended": "it is done, or has failed",
     "core.grammar.checker.GrammarChecker.close": "the cancellation of the line before",
@@ -48,7 +48,7 @@ ENDED_BY = {
 }
 
 
-def waits(source: Source) -> Iterator[tuple[str, int]]:
+def waits(source: SourceFile) -> Iterator[tuple[str, int]]:
     """The name of the function and the line of each wait that has no bound."""
     yield from _waits_in(source.tree, source.module, is_bounded=False)
 
@@ -114,4 +114,8 @@ async def bounded(process, event):
     async with asyncio.timeout(5):
         await event.wait()
 """
-    assert [line for _, line in waits(Source(ROOT / "m.py", text, ast.parse(text)))] == [3, 4, 5]
+    assert [line for _, line in waits(SourceFile(ROOT / "m.py", text, ast.parse(text)))] == [
+        3,
+        4,
+        5,
+    ]

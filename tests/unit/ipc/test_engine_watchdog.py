@@ -14,7 +14,7 @@ from engine.core import faults
 from engine.core.errors import ModelError
 from engine.core.faults import Fault
 from engine.frontend import engine_link as link_module
-from engine.frontend import liveness_monitor as vigil
+from engine.frontend import liveness_monitor
 from engine.frontend.engine_client import ProcessClient
 from engine.ipc.heartbeat import (
     INTERRUPT_SIGNAL,
@@ -30,10 +30,10 @@ pytestmark = pytest.mark.seconds  # each engine is a process, and has to seem to
 @pytest.fixture
 def hasty(monkeypatch):
     """The same order of events, sooner. A process ticks twice a second."""
-    monkeypatch.setattr(vigil, "FROZEN_AFTER_S", 1.5)
-    monkeypatch.setattr(vigil, "WAKE_AFTER_S", 2.0)
-    monkeypatch.setattr(vigil, "GIVE_UP_AFTER_S", 3.0)
-    monkeypatch.setattr(vigil, "RELAPSED_AFTER_S", 2.0)
+    monkeypatch.setattr(liveness_monitor, "FROZEN_AFTER_S", 1.5)
+    monkeypatch.setattr(liveness_monitor, "WAKE_AFTER_S", 2.0)
+    monkeypatch.setattr(liveness_monitor, "GIVE_UP_AFTER_S", 3.0)
+    monkeypatch.setattr(liveness_monitor, "RELAPSED_AFTER_S", 2.0)
     monkeypatch.setattr(link_module, "WATCH_INTERVAL_S", 0.2)
 
 

@@ -8,7 +8,7 @@ import pytest
 from engine.ir import reference
 from engine.ir.attributes import attribute_fault
 from engine.ir.ops import OPS
-from engine.ir.types import Array, Counts, Example, Op, Tolerance, Value
+from engine.ir.types import Array, Counts, Op, OpExample, OpTolerance, Value
 
 KINDS = {"float32": "f32", "int32": "i32", "int64": "i64"}
 PROMISED = {
@@ -19,7 +19,7 @@ PROMISED = {
 }
 
 
-def examples(op: Op, seed: int = 0) -> Iterator[Example]:
+def examples(op: Op, seed: int = 0) -> Iterator[OpExample]:
     return op.examples(np.random.default_rng(seed))
 
 
@@ -77,8 +77,8 @@ def test_tolerance_rejects_nonfinite_values() -> None:
     for bad in (np.nan, np.inf):
         wrong = expected.copy()
         wrong[1, 2] = bad
-        assert not Tolerance(1e6).accepts(wrong, expected)
-    assert not Tolerance(1.0).accepts(expected[:1], expected)
+        assert not OpTolerance(1e6).accepts(wrong, expected)
+    assert not OpTolerance(1.0).accepts(expected[:1], expected)
 
 
 def test_linear_costs_two_flops_per_weight_and_token() -> None:

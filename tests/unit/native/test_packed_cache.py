@@ -163,7 +163,7 @@ def claim(num_bytes: int) -> Callable[[Path], None]:
         data = path.read_bytes()
         key = data[8:40]
         sealed_s = int(path.stat().st_mtime)
-        head = packed_file.Header(key, num_bytes, bytes(32), sealed_s).encode()
+        head = packed_file.PackedHeader(key, num_bytes, bytes(32), sealed_s).encode()
         rewrite(path, head + data[packed_file.HEADER_BYTES :])
 
     return damage

@@ -19,7 +19,7 @@ from engine.core.interfaces.backend import ModelCard
 from engine.core.key_file import add_key
 from engine.routing.build import build_router
 from engine.routing.on_demand import OnDemand
-from engine.routing.policies import Asked
+from engine.routing.policies import RoutedRequest
 from engine.routing.residency import Residency
 from engine.routing.router import Router
 from tests.support.fakes.fake_backend import MODEL, FakeBackend
@@ -175,7 +175,9 @@ def test_an_adapters_prompts_have_their_own_routing_prefixes() -> None:
     asked = asking(model="m")
     text = ({"role": "user", "content": "a" * 1000},)
     request = type(asked)(context=asked.context, messages=text)
-    assert set(Asked(request).prompt.keys).isdisjoint(Asked(request, "tuned").prompt.keys)
+    assert set(RoutedRequest(request).prompt.keys).isdisjoint(
+        RoutedRequest(request, "tuned").prompt.keys
+    )
 
 
 async def test_adapters_are_reloaded_with_an_unloaded_model() -> None:

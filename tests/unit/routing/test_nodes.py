@@ -29,7 +29,7 @@ from engine.routing.nodes import agent as agent_module
 from engine.routing.nodes import manager as manager_module
 from engine.routing.nodes import node as node_module
 from engine.routing.nodes import proofs
-from engine.routing.nodes.agent import RefusedError
+from engine.routing.nodes.agent import JoinRefusedError
 from engine.routing.nodes.dial import check, dial, endpoint_of, read_token
 from engine.routing.nodes.manager import EJECTED_AFTER_S, NodeManager
 from engine.routing.nodes.pool import LOCAL
@@ -369,7 +369,7 @@ async def test_nodes_with_a_wrong_token_or_another_model_are_refused(
         with pytest.raises(AuthenticationError, match=r"token is not the server's"):
             await refusal(server, token="another-token-of-somebody")
         (tmp_path / "model.gguf").write_bytes(b"other")
-        with pytest.raises(RefusedError, match="and the server serves toy"):
+        with pytest.raises(JoinRefusedError, match="and the server serves toy"):
             await refusal(server, model_path=str(tmp_path / "model.gguf"))
         with monkeypatch.context() as patch:
             patch.setattr("engine.routing.nodes.dial.node_build", lambda: "0.0.1+1234abcd")

@@ -358,13 +358,15 @@ async def test_an_interrupted_request_moves_to_a_ready_replica_with_its_fingerpr
     asked = asyncio.create_task(answer(made))
     while not home.in_flight:
         await asyncio.sleep(0)
-    assert not home.backend.on_orphan(InterruptedRequest("unknown", "same", None))
-    assert home.backend.on_orphan(InterruptedRequest("id", "same", None))
+    assert not home.backend.on_interrupted(InterruptedRequest("unknown", "same", None))
+    assert home.backend.on_interrupted(InterruptedRequest("id", "same", None))
     assert (home.in_flight, kin.in_flight) == (0, 1)
     (decision,) = made.decisions.find("id")
     assert (decision.chosen, decision.failed[0].backend) == ("kin", "home")
     fake(home).ready = False
-    assert not kin.backend.on_orphan(InterruptedRequest("id", "same", None)), "there is nobody else"
+    assert not kin.backend.on_interrupted(InterruptedRequest("id", "same", None)), (
+        "there is nobody else"
+    )
     asked.cancel()
     await asyncio.gather(asked, return_exceptions=True)
     assert kin.in_flight == 0 and not made.running

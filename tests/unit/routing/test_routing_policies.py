@@ -8,12 +8,12 @@ from engine.core.interfaces.backend import ChatRequest, CompletionRequest, Gener
 from engine.core.interfaces.request import SamplingParams
 from engine.routing.policies import (
     MAX_EXTRA_LOAD,
-    Asked,
     LeastLoaded,
     LongestPrefix,
     Policy,
     PowerOfTwo,
     RoundRobin,
+    RoutedRequest,
     Session,
 )
 from engine.routing.prefixes import BLOCK_CHARS, MAX_AGE_S, MAX_BLOCKS, RoutedPrompt, SeenPrefixes
@@ -61,7 +61,7 @@ def chat(*contents: str, **fields: Any) -> ChatRequest:
     return ChatRequest(context=context, messages=messages, **fields)
 
 
-def give(policy: Policy, among: list[Member], asked: Asked) -> str:
+def give(policy: Policy, among: list[Member], asked: RoutedRequest) -> str:
     """Rank, and send the request to the first."""
     first = policy.rank(asked, among)[0].member
     policy.went(asked, first, among)
@@ -70,7 +70,7 @@ def give(policy: Policy, among: list[Member], asked: Asked) -> str:
 
 
 def test_round_robin_follows_weights_and_interleaves() -> None:
-    among, policy, asked = members(5, 1, 1), RoundRobin(), Asked(completion())
+    among, policy, asked = members(5, 1, 1), RoundRobin(), RoutedRequest(completion())
     turns = [give(policy, among, asked) for _ in range(14)]
     assert turns[:7] == turns[7:]
     assert Counter(turns) == {"r0": 10, "r1": 2, "r2": 2}
@@ -78,7 +78,7 @@ def test_round_robin_follows_weights_and_interleaves() -> None:
 
 
 def test_a_replica_that_was_away_is_not_flooded_when_it_returns() -> None:
-    among, policy, asked = members(1, 1), RoundRobin(), Asked(completion())
+    among, policy, asked = members(1, 1), RoundRobin(), RoutedRequest(completion())
     for _ in range(10):
         give(policy, among[:1], asked)
     turns = [give(policy, among, asked) for _ in range(6)]
@@ -86,12 +86,12 @@ def test_a_replica_that_was_away_is_not_flooded_when_it_returns() -> None:
 
 
 def test_least_loaded_counts_by_weight_and_takes_turns_among_equals() -> None:
-    among, policy, asked = members(1, 3), LeastLoaded(), Asked(completion())
+    among, policy, asked = members(1, 3), LeastLoaded(), RoutedRequest(completion())
     assert Counter(give(policy, among, asked) for _ in range(40)) == {"r0": 10, "r1": 30}
 
 
 def test_equally_loaded_replicas_take_turns() -> None:
-    among, policy, asked = members(1, 1), LeastLoaded(), Asked(completion())
+    among, policy, asked = members(1, 1), LeastLoaded(), RoutedRequest(completion())
     among[1].replica.in_flight = 5  # the first gets all for a while
     for _ in range(5):
         give(policy, among, asked)
@@ -103,7 +103,11 @@ def test_equally_loaded_replicas_take_turns() -> None:
 
 
 def test_power_of_two_takes_the_better_of_two_and_never_the_worst_of_three() -> None:
-    among, policy, asked = members(1, 1, 1), PowerOfTwo(random.Random(1)), Asked(completion())
+    among, policy, asked = (
+        members(1, 1, 1),
+        PowerOfTwo(random.Random(1)),
+        RoutedRequest(completion()),
+    )
     for number, member in enumerate(among):
         member.replica.in_flight = number
     firsts = Counter(policy.rank(asked, among)[0].member.replica.name for _ in range(300))
@@ -115,7 +119,7 @@ def test_a_session_stays_on_its_replica_unless_that_is_lost() -> None:
     among, policy = members(1, 1, 2), Session()
 
     def first(session: str, left: list[Member]) -> str:
-        return policy.rank(Asked(completion(session=session)), left)[0].member.replica.name
+        return policy.rank(RoutedRequest(completion(session=session)), left)[0].member.replica.name
 
     sessions = [f"s{number}" for number in range(1000)]
     before = {each: first(each, among) for each in sessions}
@@ -129,19 +133,22 @@ def test_a_session_stays_on_its_replica_unless_that_is_lost() -> None:
 def test_without_a_session_the_least_loaded_replica_is_chosen() -> None:
     among, policy = members(1, 1), Session()
     among[0].replica.in_flight = 1
-    best = policy.rank(Asked(completion()), among)[0]
+    best = policy.rank(RoutedRequest(completion()), among)[0]
     assert best.member is among[1] and "no session" in best.why
 
 
 def test_a_conversation_stays_on_the_replica_that_has_its_prefix() -> None:
     among, policy = members(1, 1), LongestPrefix()
     turns = ["x" * 300, "y" * 300, "z" * 300]
-    homes = {name: give(policy, among, Asked(chat(name * 100, *turns[:1]))) for name in ("a", "b")}
+    homes = {
+        name: give(policy, among, RoutedRequest(chat(name * 100, *turns[:1])))
+        for name in ("a", "b")
+    }
     assert set(homes.values()) == {"r0", "r1"}
     for member in among:
         member.replica.in_flight = 0
     for name, home in homes.items():
-        ranked = policy.rank(Asked(chat(name * 100, *turns)), among)
+        ranked = policy.rank(RoutedRequest(chat(name * 100, *turns)), among)
         assert ranked[0].member.replica.name == home
         assert ranked[0].why.startswith("has seen 384 of 1024 characters")
 
@@ -150,7 +157,7 @@ def test_a_hot_prefix_does_not_overload_one_replica() -> None:
     among, policy = members(1, 1), LongestPrefix()
     hot = "h" * (MAX_BLOCKS * BLOCK_CHARS)
     for number in range(40):
-        give(policy, among, Asked(completion(f"{hot} {number}")))
+        give(policy, among, RoutedRequest(completion(f"{hot} {number}")))
     loads = sorted(member.replica.in_flight for member in among)
     assert loads[1] <= 2 * loads[0] + MAX_EXTRA_LOAD + 1
     assert sum(loads) == 40
@@ -162,7 +169,7 @@ def test_new_conversations_with_one_system_prompt_are_spread_as_caches_fill() ->
         member.replica.seen.resize(16_000)  # tokens: 1000 blocks
     system = "s" * 1280
     for number in range(40):
-        name = give(policy, among, Asked(completion(system + str(number) * 6400)))
+        name = give(policy, among, RoutedRequest(completion(system + str(number) * 6400)))
         next(each for each in among if each.replica.name == name).replica.release()
     assert min(member.replica.num_requests for member in among) >= 10
 
@@ -257,7 +264,11 @@ def test_failures_before_a_downtime_do_not_count_for_ejection() -> None:
 
 
 def test_power_of_two_draws_by_weight() -> None:
-    among, policy, asked = members(1, 1, 8), PowerOfTwo(random.Random(1)), Asked(completion())
+    among, policy, asked = (
+        members(1, 1, 8),
+        PowerOfTwo(random.Random(1)),
+        RoutedRequest(completion()),
+    )
     firsts = Counter(policy.rank(asked, among)[0].member.replica.name for _ in range(600))
     assert firsts["r2"] > 300 > firsts["r0"] + firsts["r1"] > 0
 

@@ -14,7 +14,7 @@ from engine.cli.commands import app
 from engine.core.errors import InvalidRequestError, UnavailableError
 from engine_tools.conformance.expect import RuleFailed, RuleSkipped
 from engine_tools.conformance.report import as_table, counts
-from engine_tools.conformance.rule import Group, Result
+from engine_tools.conformance.rule import Group, RuleResult
 from engine_tools.conformance.rules import GROUPS
 from engine_tools.conformance.run import find_target, new_client, root_of, run_rule, run_rules
 from engine_tools.conformance.sse import read_stream
@@ -172,7 +172,7 @@ def test_server_text_is_escaped_in_the_report():
     (rule,) = endings().rules[1:2]
     console = Console(width=200)
     with console.capture() as captured:
-        console.print(as_table([Result(rule, "fail", "[red]x[/red]\x1b[2J")]))
+        console.print(as_table([RuleResult(rule, "fail", "[red]x[/red]\x1b[2J")]))
     assert "[red]x[/red] [2J. some client: something odd" in captured.get()
 
 

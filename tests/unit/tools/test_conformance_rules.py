@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from engine_tools.conformance.rule import Result
+from engine_tools.conformance.rule import RuleResult
 from engine_tools.conformance.rules import GROUPS
 from engine_tools.conformance.run import find_target, run_rule, run_rules
 from tests.support.fakes.tiny_openai.app import Fault, Outgoing, TinyServer
@@ -53,7 +53,7 @@ def client_of(fault: Fault = lambda outgoing: None) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=transport, base_url="http://tiny")
 
 
-async def outcomes(fault: Fault, rule_ids: list[str]) -> dict[str, Result]:
+async def outcomes(fault: Fault, rule_ids: list[str]) -> dict[str, RuleResult]:
     async with client_of(fault) as client:
         target = await find_target(client, "tiny/words")
         return {id: await run_rule(RULES[id], target) for id in rule_ids}

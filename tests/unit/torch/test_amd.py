@@ -117,7 +117,7 @@ def test_doctor_names_an_amd_gpu_and_the_pytorch_build_it_needs(
     for module in (gpus, doctor, fit):
         monkeypatch.setattr(module, "has_rocm_torch", lambda: True)
     assert doctor._gpus()[0].ok is True
-    assert fit.this_machine() == fit.Machine(206158430208, is_gpu=True)
+    assert fit.this_machine() == fit.MachineMemory(206158430208, is_gpu=True)
 
 
 @pytest.mark.parametrize(("is_rocm", "backend"), [(True, "torch"), (False, "native")])

@@ -11,7 +11,7 @@ from engine.architectures.base import EncoderConfig, ModelConfig
 from engine.core.errors import ModelFormatError
 from engine.core.registry.model_registry import architecture
 from engine.weights.model import open_model
-from engine.weights.pooling import Prompts
+from engine.weights.pooling import InputPrompts
 from engine.worker.encoder_loop import is_encoder
 from tests.support.files.gguf_files import random_weights, tiny_config
 from tests.support.files.safetensors_files import file_bytes, hf_layout
@@ -126,11 +126,11 @@ def test_unsupported_sentence_transformers_modules_are_refused(
 
 def test_sentence_transformers_prompts_are_read(folder: Path) -> None:
     prompts = folder / "config_sentence_transformers.json"
-    assert open_model(folder).prompts == Prompts()
+    assert open_model(folder).prompts == InputPrompts()
     prompts.write_text('{"default_prompt_name": "query", "prompts": {"query": "find: "}}')
-    assert open_model(folder).prompts == Prompts({"query": "find: "}, "find: ")
+    assert open_model(folder).prompts == InputPrompts({"query": "find: "}, "find: ")
     prompts.write_text('{"default_prompt_name": null}')
-    assert open_model(folder).prompts == Prompts()
+    assert open_model(folder).prompts == InputPrompts()
 
 
 def test_settings_that_change_input_texts_are_refused(folder: Path) -> None:

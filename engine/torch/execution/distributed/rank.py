@@ -145,7 +145,7 @@ class RankLoop:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankPlace:
     """Where a rank on another machine finds its model, its device, and its address. An empty model
     or device is that of the setup.
     """
@@ -159,7 +159,7 @@ def serve_rank(
     rank: int,
     receive: Callable[[], bytearray],
     write: Callable[[bytes], None],
-    place: Place | None = None,
+    place: RankPlace | None = None,
 ) -> int:
     """Load a shard and run its steps. The exit status is 0 only if the rank was asked to stop, or
     if its engine is gone.
@@ -217,7 +217,7 @@ def join(address: str, token: bytes, model: str, device: str) -> int:
         raise ModelError(f"there is no engine at {address}: {error}") from error
     print(f"rank {rank} of the engine at {address}", file=sys.stderr, flush=True)
     keep_ticking(partial(link.send, encode_frame(["tick"])))
-    return serve_rank(rank, link.receive, link.send, Place(model, device, link.address))
+    return serve_rank(rank, link.receive, link.send, RankPlace(model, device, link.address))
 
 
 def keep_ticking(tick: Callable[[], None]) -> None:

@@ -9,7 +9,13 @@ from engine.core.errors import ConfigError, ResourceError
 from engine.core.memory import MemoryRoom
 from engine.core.store import fit
 from engine.core.store.catalogue import CATALOGUE, CatalogueEntry
-from engine.core.store.fit import Machine, best_quant, choose_quant, needed_bytes, this_machine
+from engine.core.store.fit import (
+    MachineMemory,
+    best_quant,
+    choose_quant,
+    needed_bytes,
+    this_machine,
+)
 from engine.core.store.pull import parse_spec
 
 GB = 10**9
@@ -21,19 +27,23 @@ SMALL, MIDDLE, LARGE = (
 @pytest.mark.parametrize(
     ("entry", "machine", "chosen"),
     [
-        (SMALL, Machine(16 * GB, is_gpu=False), "Q8_0"),
-        (SMALL, Machine(5 * GB // 2, is_gpu=False), "Q4_K_M"),
-        (MIDDLE, Machine(64 * GB, is_gpu=False), "Q4_K_M"),  # more would be slow
-        (MIDDLE, Machine(9 * GB, is_gpu=False), "Q4_K_M"),
-        (MIDDLE, Machine(8 * GB, is_gpu=False), "Q3_K_M"),
-        (MIDDLE, Machine(12 * GB, is_gpu=True), "Q8_0"),
-        (MIDDLE, Machine(9 * GB, is_gpu=True), "Q5_K_M"),
-        (MIDDLE, Machine(4 * GB, is_gpu=True), None),
-        (LARGE, Machine(64 * GB, is_gpu=False), "Q6_K"),  # a token uses a tenth of the weights
+        (SMALL, MachineMemory(16 * GB, is_gpu=False), "Q8_0"),
+        (SMALL, MachineMemory(5 * GB // 2, is_gpu=False), "Q4_K_M"),
+        (MIDDLE, MachineMemory(64 * GB, is_gpu=False), "Q4_K_M"),  # more would be slow
+        (MIDDLE, MachineMemory(9 * GB, is_gpu=False), "Q4_K_M"),
+        (MIDDLE, MachineMemory(8 * GB, is_gpu=False), "Q3_K_M"),
+        (MIDDLE, MachineMemory(12 * GB, is_gpu=True), "Q8_0"),
+        (MIDDLE, MachineMemory(9 * GB, is_gpu=True), "Q5_K_M"),
+        (MIDDLE, MachineMemory(4 * GB, is_gpu=True), None),
+        (
+            LARGE,
+            MachineMemory(64 * GB, is_gpu=False),
+            "Q6_K",
+        ),  # a token uses a tenth of the weights
     ],
 )
 def test_best_quant_is_the_largest_that_fits_the_machine(
-    entry: CatalogueEntry, machine: Machine, chosen: str | None
+    entry: CatalogueEntry, machine: MachineMemory, chosen: str | None
 ) -> None:
     quant = best_quant(entry, machine)
     assert (quant and quant.name) == chosen
@@ -48,16 +58,16 @@ def test_needed_bytes_include_the_kv_cache() -> None:
 
 
 def test_the_reason_for_a_quant_is_one_line() -> None:
-    _, slow = choose_quant(MIDDLE, None, Machine(64 * GB, is_gpu=False))
+    _, slow = choose_quant(MIDDLE, None, MachineMemory(64 * GB, is_gpu=False))
     assert slow.startswith("Q4_K_M: about ") and slow.endswith("Q5_K_M would be slow on a CPU")
-    _, full = choose_quant(MIDDLE, None, Machine(9 * GB, is_gpu=True))
+    _, full = choose_quant(MIDDLE, None, MachineMemory(9 * GB, is_gpu=True))
     assert "9.0 GB of GPU memory" in full and full.endswith("Q6_K does not fit")
-    _, best = choose_quant(SMALL, None, Machine(64 * GB, is_gpu=False))
+    _, best = choose_quant(SMALL, None, MachineMemory(64 * GB, is_gpu=False))
     assert best.endswith("the largest that is published")
 
 
 def test_a_model_that_does_not_fit_is_refused_unless_a_quant_is_named() -> None:
-    small = Machine(2 * GB, is_gpu=False)
+    small = MachineMemory(2 * GB, is_gpu=False)
     with pytest.raises(ResourceError, match="does not fit here: Q3_K_M needs about .*--quant"):
         choose_quant(MIDDLE, None, small)
     quant, _ = choose_quant(MIDDLE, "q8_0", small)
@@ -76,12 +86,12 @@ def test_the_machines_memory_is_its_gpus_or_its_containers(
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(fit, "find_spec", lambda name: object())
-    assert this_machine() == Machine(81559 << 20, is_gpu=True)
+    assert this_machine() == MachineMemory(81559 << 20, is_gpu=True)
     tool.write_text("#!/bin/sh\nexit 9\n")
     with pytest.raises(subprocess.CalledProcessError):
         fit.query_gpus("memory.total")
     monkeypatch.setattr(fit, "memory_room", lambda: MemoryRoom(1000, 500))
-    assert this_machine() == Machine(1000, is_gpu=False)
+    assert this_machine() == MachineMemory(1000, is_gpu=False)
 
 
 def test_every_catalogue_entry_is_consistent() -> None:

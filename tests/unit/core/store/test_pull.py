@@ -376,7 +376,7 @@ def test_a_catalogue_name_keeps_the_quant_it_was_pulled_in(
     site: Site, store: ModelStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_ENDPOINT", site.url)
-    monkeypatch.setattr(fit, "this_machine", lambda: fit.Machine(10**10, is_gpu=False))
+    monkeypatch.setattr(fit, "this_machine", lambda: fit.MachineMemory(10**10, is_gpu=False))
     for quant in ("Q4_K_M", "Q8_0"):
         site.pages[f"/Qwen/Qwen3-4B-GGUF/resolve/main/Qwen3-4B-{quant}.gguf"] = Page(GGUF)
     path = pull("qwen3-4b", quant="q4_k_m", store=store)

@@ -12,8 +12,8 @@ from engine.core.interfaces.request import Deltas
 from engine.core.interfaces.timeline import (
     MAX_CHUNKS,
     WAITS,
-    Chunk,
     DecodeWork,
+    PrefillChunk,
     Preparation,
     Timeline,
 )
@@ -278,7 +278,7 @@ QUICK = Timeline(
     waits=(0.001,) + (0.0,) * (len(WAITS) - 1),
     num_prompt=20,
     num_generated=5,
-    chunks=(Chunk(10.001, 10.02, 0, 20, 1, 20),),
+    chunks=(PrefillChunk(10.001, 10.02, 0, 20, 1, 20),),
     decode=DecodeWork(4, 4, 0.08, 0, 0.0, 0.0, (4,)),
 )
 
