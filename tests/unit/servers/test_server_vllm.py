@@ -208,11 +208,18 @@ async def test_parameters_that_beam_search_lacks_are_refused(fields) -> None:
 
 async def test_beam_search_over_http(toy) -> None:
     async with client_of(toy) as client:
-        asked = {"use_beam_search": True, "n": 2, "max_tokens": 3, "temperature": 0.5}
+        asked = {
+            "use_beam_search": True,
+            "n": 2,
+            "max_tokens": 3,
+            "temperature": 0.5,
+            "typical_p": 0.5,
+        }
         whole = await client.post(
             "/v1/completions", json=asked | {"prompt": ["abc", "abc"], "best_of": 4}
         )
-        assert "temperature" in whole.headers["x-engine-warnings"]
+        warned = whole.headers["x-engine-warnings"]
+        assert "temperature" in warned and "typical_p" in warned
         choices = whole.json()["choices"]
         texts = [choice["text"] for choice in choices]
         assert texts[:2] == texts[2:] and texts[0] != texts[1]
