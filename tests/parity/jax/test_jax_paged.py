@@ -151,6 +151,7 @@ def test_no_step_copies_the_cache(tmp_path: Path) -> None:
         assert not re.search(rf"= f32\[{shape}\]\S* copy\(", text), counts
 
 
+@pytest.mark.integration
 def test_four_devices_give_what_transformers_gives(tmp_path: Path) -> None:
     """In a process of its own: how many devices a CPU pretends to be is said before JAX begins."""
     model, path = tiny_models.save("llama-four-ways", tmp_path)

@@ -20,7 +20,10 @@ AS_GOOD_AS_GREEDY = {
 }
 
 
-@pytest.mark.parametrize("framework", ["native", "torch", "jax", "tinygrad"])
+COMPILED = [pytest.param(name, marks=pytest.mark.integration) for name in ("jax", "tinygrad")]
+
+
+@pytest.mark.parametrize("framework", ["native", "torch", *COMPILED])
 def test_next_to_nothing_is_the_likeliest_token(framework: str, tmp_path: Path) -> None:
     tiny_models.make("llama", num_hidden_layers=1).save_pretrained(tmp_path)
     options = EngineOptions(
