@@ -303,7 +303,8 @@ def test_a_model_replaced_while_it_is_packed_is_not_kept(
 @pytest.mark.seconds
 def test_processes_that_start_together_do_no_harm(model: Path, store: PackedCache) -> None:
     code = (
-        "import sys; from pathlib import Path; from tests.unit import test_packed_cache as tests;"
+        "import sys; from pathlib import Path;"
+        "from tests.unit.native import test_packed_cache as tests;"
         "store = tests.PackedCache(Path(sys.argv[2]), free_share=1.0);"
         "print(hash(b''.join(tests.content(tests.load(Path(sys.argv[1]), store)))))"
     )
