@@ -19,7 +19,7 @@ step = @printf '\n==> %s\n' "$(1)"
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help serve programs browser test test-integration test-quick scoreboard test-slow test-gpu test-native test-emulated test-vllm test-vllm-suite test-llamacpp-suite test-clients manifests nightly lint format bench wheel lock sbom clean
+.PHONY: help serve programs browser test test-integration compiled test-quick scoreboard test-slow test-gpu test-native test-emulated test-vllm test-vllm-suite test-llamacpp-suite test-clients manifests nightly lint format bench wheel lock sbom clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,6 +53,10 @@ test: $(VENV)/.dev programs ## Run every test but those of make test-integration
 test-integration: $(VENV)/.dev browser ## Run what needs other programs: Chromium, Redis, Triton's interpreter, scoreboard
 	@$(BIN)/engine pull $(MODEL)
 	$(call tested,"--integration only $(BY_FILE) tests/scoreboard tests/ui $(LEVELS:%=tests/%)" "tests/kernels")
+
+# The first import of a module compiles it, tests included, and both processes of make test would do so.
+compiled: $(VENV)/.dev ## Compile the tests and what they import
+	@$(PYTEST) -n 0 -q -p no:cacheprovider --collect-only --integration without $(LEVELS:%=tests/%) >/dev/null
 
 test-quick: $(VENV)/.dev ## Run the quickest tests, for the time between two edits
 	@$(PYTEST) -n 2 --dist loadfile -m 'not ($(SLOW) or seconds)' $(QUICK)

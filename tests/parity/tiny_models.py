@@ -363,15 +363,15 @@ ALL = MODELS | MORE | HYBRIDS
 
 
 def quick_first(
-    names: Sequence[str], without: Sequence[str] = (), later: Sequence[str] = ()
+    names: Sequence[str], without: Sequence[str] = (), integration: Sequence[str] = ()
 ) -> list[Any]:
-    """Parameters of a test: the names, those of `later` for `make test-integration`, then all other
-    models with the mark `slow`, but none of `without`.
+    """Parameters of a test: the names, those of `integration` with that mark, then all other models
+    with the mark `slow`, but none of `without`.
     """
-    others = (name for name in ALL if name not in (*names, *later, *without))
+    others = (name for name in ALL if name not in (*names, *integration, *without))
     return [
         *names,
-        *(pytest.param(name, marks=pytest.mark.integration) for name in later),
+        *(pytest.param(name, marks=pytest.mark.integration) for name in integration),
         *(pytest.param(name, marks=pytest.mark.slow) for name in others),
     ]
 

@@ -8,7 +8,7 @@ A module of `figures/` registers one by decorating the function that measures it
         return {"dropped": len(run.failures)}
 
 If a case can be reproduced from its seed alone, `case=` names the function that does so. Failing
-seeds are then stored in `failing_seeds.jsonl`, and `make test` retries each of them.
+seeds are then stored in `failing_seeds.jsonl`, and `make test-integration` retries each of them.
 """
 
 import importlib
@@ -135,7 +135,7 @@ def figure(
     case: Callable[[int], None] | None = None,
     in_quick: bool = True,
 ) -> Callable[[Callable[[Run], Values]], Callable[[Run], Values]]:
-    """Register a figure. `in_quick`: whether `make test` runs it, with fewer cases."""
+    """Register a figure. `in_quick`: whether `make test-integration` runs it, with fewer cases."""
 
     def register(measure: Callable[[Run], Values]) -> Callable[[Run], Values]:
         assert id not in _FIGURES, f"{id} is there twice"

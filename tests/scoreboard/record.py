@@ -13,8 +13,8 @@ HEAD = """# Scoreboard
 
 What the server withstands, measured. `make scoreboard` measures it again and writes this page
 (`make scoreboard ARGS="R05 R06"`: a part of it). The same figures with fewer cases are part of
-`make test`, and so is every case that ever failed (`tests/scoreboard/failing_seeds.jsonl`). A
-figure that tried no case has failed.
+`make test-integration`, and so is every case that ever failed
+(`tests/scoreboard/failing_seeds.jsonl`). A figure that tried no case has failed.
 
 | | figure | value | limit | kept | cases | seconds | seed | commit |
 |---|---|---|---|---|---|---|---|---|

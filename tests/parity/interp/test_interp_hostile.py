@@ -244,7 +244,7 @@ def test_an_interp_result_may_take_longer_than_a_step(
         return advance(self, runner)
 
     monkeypatch.setattr(Reports, "advance", observed)
-    monkeypatch.setattr(engine.loop._budget, "patience_s", lambda *_: 10.0)
+    monkeypatch.setattr(engine.loop._budget, "step_timeout_s", lambda *_: 10.0)
     engine.run(request("r", tiny_models.text(5), sites=(SITE,)))
     assert patience and set(patience) == {UNKNOWN_STEP_TIMEOUT_S}
 

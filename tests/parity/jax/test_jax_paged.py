@@ -153,6 +153,7 @@ def test_no_step_copies_the_kv_cache(tmp_path: Path) -> None:
         assert not re.search(rf"= f32\[{shape}\]\S* copy\(", text), counts
 
 
+@pytest.mark.integration
 def test_tensor_parallelism_on_four_devices_generates_the_same_ids_as_transformers(
     tmp_path: Path,
 ) -> None:

@@ -96,6 +96,7 @@ def shortened(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return with_layers(pull("smollm2-135m-instruct"), folder / "short.gguf", range(20))
 
 
+@pytest.mark.integration
 def test_the_default_model_writes_the_same_text_with_a_draft_model(shortened: Path) -> None:
     prompts = ["The capital of France is", "Count: one, two, three,"]
     params = [

@@ -20,7 +20,10 @@ AS_GOOD_AS_GREEDY = {
 }
 
 
-@pytest.mark.parametrize("framework", ["native", "torch", "jax", "tinygrad"])
+COMPILED = [pytest.param(name, marks=pytest.mark.integration) for name in ("jax", "tinygrad")]
+
+
+@pytest.mark.parametrize("framework", ["native", "torch", *COMPILED])
 def test_near_zero_temperature_top_p_and_top_k_are_greedy_on_every_framework(
     framework: str, tmp_path: Path
 ) -> None:

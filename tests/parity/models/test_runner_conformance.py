@@ -6,6 +6,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 import numpy as np
+import pytest
 import torch
 from transformers import PreTrainedModel
 
@@ -98,10 +99,12 @@ class TestJAX(OfFramework):
     num_threads = None  # XLA's own choice
 
 
+@pytest.mark.integration
 class TestJAXWindows(Windowed):
     framework = "jax"
     num_threads = None
 
 
+@pytest.mark.integration
 class TestTinygrad(OfFramework):
     framework = "tinygrad"

@@ -22,7 +22,7 @@ LATER = ("olmo2", "gemma2", "gemma3", "gpt_neox", "granitemoe")
 
 
 @pytest.mark.parametrize(
-    "name", tiny_models.quick_first(QUICK, without=(*tiny_models.HYBRIDS,), later=LATER)
+    "name", tiny_models.quick_first(QUICK, without=(*tiny_models.HYBRIDS,), integration=LATER)
 )
 def test_every_layer_and_the_logits_equal_hugging_face(name: str, tmp_path: Path) -> None:
     theirs, path = tiny_models.save(name, tmp_path)
