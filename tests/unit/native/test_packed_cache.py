@@ -305,7 +305,8 @@ def test_a_model_replaced_during_packing_is_not_cached(
 @pytest.mark.seconds
 def test_concurrent_starts_pack_the_same_weights(model: Path, store: PackedCache) -> None:
     code = (
-        "import sys; from pathlib import Path; from tests.unit.native import test_packed_cache as tests;"
+        "import sys; from pathlib import Path;"
+        "from tests.unit.native import test_packed_cache as tests;"
         "store = tests.PackedCache(Path(sys.argv[2]), free_share=1.0);"
         "print(hash(b''.join(tests.content(tests.load(Path(sys.argv[1]), store)))))"
     )
