@@ -109,7 +109,7 @@ def _stored(weight: Weight, values: NDArray[np.uint16]) -> Weight:
         dtype=STORED,
         nbytes=2 * prod(weight.spec.shape),
         _view=lambda: values.reshape(-1).view(np.uint8),
-        _decode=partial(dequantize, STORED),
+        _dequantize=partial(dequantize, STORED),
     )
     return Weight(weight.spec, (tensor,))
 

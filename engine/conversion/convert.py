@@ -150,7 +150,7 @@ def save_trained(
             dtype="F32",
             nbytes=values.nbytes,
             _view=partial(quantize, "F32", values),
-            _decode=partial(dequantize, "F32"),
+            _dequantize=partial(dequantize, "F32"),
         )
         weights[name] = Weight(spec, (tensor,))
     trained = replace(model, weights=weights)

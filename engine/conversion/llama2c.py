@@ -75,7 +75,7 @@ def open_llama2c(path: Path, tokenizer: Mapping[str, Any]) -> ModelSource:
             dtype="F32",
             nbytes=num_bytes,
             _view=partial(file.view, position, num_bytes),
-            _decode=partial(dequantize, "F32"),
+            _dequantize=partial(dequantize, "F32"),
         )
         position += num_bytes
         if spec.name == "norm.weight":

@@ -40,7 +40,7 @@ def _changed(name: str, weight: Weight, change: LoraPair | F32) -> Weight:
         dtype="F32",
         nbytes=4 * math.prod(spec.shape),
         _view=partial(_sum, weight, change),
-        _decode=partial(dequantize, "F32"),
+        _dequantize=partial(dequantize, "F32"),
     )
     return Weight(spec, (tensor,))
 

@@ -41,7 +41,7 @@ class GgufCheckpoint:
                     dtype=info.traits.name,
                     nbytes=info.num_bytes,
                     _view=partial(file.view, info.start, info.num_bytes),
-                    _decode=partial(dequantize, info.traits.name),
+                    _dequantize=partial(dequantize, info.traits.name),
                 )
 
     def close(self) -> None:

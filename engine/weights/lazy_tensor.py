@@ -25,7 +25,7 @@ class LazyTensor:
     dtype: str
     nbytes: int
     _view: Callable[[], NDArray[np.uint8]]
-    _decode: Callable[[NDArray[np.uint8], tuple[int, ...]], NDArray[np.float32]]
+    _dequantize: Callable[[NDArray[np.uint8], tuple[int, ...]], NDArray[np.float32]]
     # The bytes of rows [begin, end). Only tensors have it that are gathered from several stored
     # tensors when they are read.
     _rows: Callable[[int, int], NDArray[np.uint8]] | None = None
@@ -58,11 +58,11 @@ class LazyTensor:
 
     def decode(self, raw: NDArray[np.uint8], shape: tuple[int, ...]) -> NDArray[np.float32]:
         """The values of some stored bytes, which may be a part of the tensor, as float32."""
-        return self._decode(raw, shape)
+        return self._dequantize(raw, shape)
 
     def numpy(self) -> NDArray[np.float32]:
         """The values as float32. Reads and dequantizes the whole tensor."""
-        return self._decode(self.raw(), self.shape)
+        return self._dequantize(self.raw(), self.shape)
 
     def part(self, index: int) -> "LazyTensor":
         """One of the tensors that are stacked along the first dimension."""

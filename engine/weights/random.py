@@ -88,7 +88,7 @@ def random_model(metadata: Mapping[str, Any], path: Path) -> ModelSource:
             dtype=STORED,
             nbytes=_STORED_BYTES * prod(spec.shape),
             _view=partial(_sample, spec),
-            _decode=partial(dequantize, STORED),
+            _dequantize=partial(dequantize, STORED),
         )
         weights[spec.name] = RandomWeight(spec, (tensor,))
     checkpoint = RandomCheckpoint({name: weight.tensor for name, weight in weights.items()})

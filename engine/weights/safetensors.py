@@ -142,7 +142,7 @@ def _open_file(path: Path, use_mmap: bool) -> tuple[FileBytes, dict[str, LazyTen
             dtype=entry.dtype,
             nbytes=entry.end - entry.begin,
             _view=partial(file.view, data_start + entry.begin, entry.end - entry.begin),
-            _decode=_decoder(path.name, entry),
+            _dequantize=_decoder(path.name, entry),
         )
         for entry in entries
     }

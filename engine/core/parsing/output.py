@@ -21,7 +21,7 @@ from engine.core.parsing.formats import (
 )
 from engine.core.parsing.grammars import with_reasoning
 from engine.core.parsing.parser import OutputParser
-from engine.core.parsing.probe import Render, probed_format, probed_habits
+from engine.core.parsing.rendered_calls import Render, rendered_format, rendered_habits
 from engine.core.parsing.rows import ReasoningRow, reasoning_row
 from engine.core.parsing.tool_formats import JSON
 
@@ -50,14 +50,14 @@ class OutputFormat:
         """
         tools = known_format(template)
         if tools is None and render is not None and uses_tools(template or ""):
-            tools = probed_format(render)
+            tools = rendered_format(render)
         reasoning = reasoning_row(template)
         tools = tools or guessed_format(template) or ToolFormat(JSON, native=False)
         return cls(tools, reasoning, control, render)
 
     @cached_property
     def habits(self) -> TemplateHabits:
-        return TemplateHabits() if self.render is None else probed_habits(self.render, self.tools)
+        return TemplateHabits() if self.render is None else rendered_habits(self.render, self.tools)
 
     def by_text(self) -> "OutputFormat":
         """The same format with all markers as plain text. Grammars for it compile without the

@@ -1,7 +1,7 @@
 """Tool call formats of model families, one row each.
 
-A row is matched against a chat template by its `signs`, in the order of `CALL_ROWS`. `probe.py`
-derives a row for templates that no row fits.
+A row is matched against a chat template by its `signs`, in the order of `CALL_ROWS`. For templates
+that no row fits, `rendered_calls.py` derives a row.
 """
 
 from dataclasses import replace

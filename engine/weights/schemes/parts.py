@@ -58,7 +58,7 @@ class Matrix:
             dtype=self.dtype,
             nbytes=num_rows * row_bytes,
             _view=partial(gathered, 0, num_rows),
-            _decode=partial(dequantize, self.dtype),
+            _dequantize=partial(dequantize, self.dtype),
             _rows=gathered,
         )
 

@@ -40,7 +40,7 @@ def _weight(name: str, values: F32, matrix_type: str) -> Weight:
         dtype,
         raw.size,
         _view=lambda: raw,
-        _decode=lambda stored, shape: dequantize(dtype, stored, shape),
+        _dequantize=lambda stored, shape: dequantize(dtype, stored, shape),
     )
     spec = TensorSpec(name, values.shape, name, name, of_experts=of_experts)
     return Weight(spec, (tensor,))

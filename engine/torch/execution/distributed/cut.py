@@ -119,5 +119,5 @@ def _made(
         dtype=dtype,
         nbytes=traits_of(dtype).num_bytes(prod(shape)),
         _view=view,
-        _decode=tensor.decode if dtype == tensor.dtype else partial(dequantize, dtype),
+        _dequantize=tensor.decode if dtype == tensor.dtype else partial(dequantize, dtype),
     )

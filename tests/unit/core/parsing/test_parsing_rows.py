@@ -295,7 +295,7 @@ def test_an_unknown_template_is_classified_by_rendering_a_call(
     template = ChatTemplate(source, "", "")
     assert known_format(source) is None
     output = OutputFormat.of(source, {}, template.text)
-    assert output.tools.native, "the probe told nothing"
+    assert output.tools.native, "the template was not recognized"
     functions = [{"name": name, "arguments": arguments} for name, arguments in CALLS]
     made = [{"id": "a", "type": "function", "function": function} for function in functions]
     messages = [{"role": "assistant", "content": "", "tool_calls": made}]

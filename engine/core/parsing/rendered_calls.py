@@ -71,7 +71,7 @@ def _rendered(
     return text.rpartition(_QUESTION)[2]
 
 
-def probed_habits(render: Render, tool_format: ToolFormat) -> TemplateHabits:
+def rendered_habits(render: Render, tool_format: ToolFormat) -> TemplateHabits:
     """What the template does with a system message and with earlier calls."""
     question = {"role": "user", "content": _QUESTION}
     try:
@@ -101,7 +101,7 @@ def _place_of_tools(render: Render) -> Literal["variable", "system", "nowhere"]:
         return "variable"  # a request will be told what the template refuses
 
 
-def probed_format(render: Render) -> ToolFormat | None:
+def rendered_format(render: Render) -> ToolFormat | None:
     """The format of the calls that the template renders; None if it can't be recognized."""
     for json_arguments in (False, True):
         one = _rendered(render, [_call(0, json_arguments)])
@@ -130,7 +130,7 @@ def _sections(reader: RowReader, source: Source) -> Steps[None]:
 
 
 def _reads(row: CallRow, text: str) -> bool:
-    """Whether the row's parser finds the probe's calls in a rendered answer."""
+    """Whether the row's parser finds the calls in a rendered answer."""
     start = text.find("{") if row.bare else text.find(row.trigger)
     if start < 0:
         return False
