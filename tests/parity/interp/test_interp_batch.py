@@ -30,6 +30,7 @@ from engine.core.interfaces.request import (
     Resumed,
     TokenDelta,
 )
+from engine.runtime.interp.steps import Probes
 from tests.parity import tiny_models
 from tests.parity.hooked import Hooked
 from tests.support.files.lora_files import peft_folder
@@ -164,7 +165,7 @@ def test_any_schedule_gives_the_captures_of_the_run_alone(
         if each.request_id not in aborted:
             expected = alone.run(each)[each.request_id]
             assert_same(answers[each.request_id], expected, each.request_id)
-    assert not engine.loop.scheduler.reports
+    assert not engine.loop.scheduler.find(Probes).reports
     engine.loop.scheduler.kv.flush()
     assert engine.loop.scheduler.kv.pool.num_free == engine.loop.scheduler.kv.pool.num_usable
     engine.close()

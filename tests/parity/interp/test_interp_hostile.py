@@ -24,6 +24,7 @@ from engine.library.steering import tensors_of
 from engine.runtime.interp import probe as probe_module
 from engine.runtime.interp.probe import Probe
 from engine.runtime.interp.reports import PIECE_BYTES, Reports
+from engine.runtime.interp.steps import Probes
 from tests.parity import tiny_models
 from tests.support.toy_engine.probed_engine import ProbedEngine, request
 
@@ -290,7 +291,7 @@ def test_what_waits_for_its_results_counts_for_its_tenant(
         engine.submit(each)
         for _ in range(5):
             engine.loop.turn(0.0)
-        assert len(engine.loop.scheduler.reports) == 1
+        assert len(engine.loop.scheduler.find(Probes).reports) == 1
         for name, tenant in (("second", "a"), ("third", "b")):
             engine.submit(request(name, prompt, sites=(SITE,), tenant=tenant))
         engine.loop.turn(0.0)
