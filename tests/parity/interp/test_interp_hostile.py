@@ -245,7 +245,7 @@ def test_a_result_may_take_longer_than_a_step(
         return advance(self, runner)
 
     monkeypatch.setattr(Reports, "advance", observed)
-    monkeypatch.setattr(engine.loop._budget, "patience_s", lambda *_: 10.0)
+    monkeypatch.setattr(engine.loop._budget, "step_timeout_s", lambda *_: 10.0)
     engine.run(request("r", tiny_models.text(5), sites=(SITE,)))
     assert patience and set(patience) == {UNKNOWN_STEP_TIMEOUT_S}
 
@@ -332,7 +332,8 @@ def test_a_small_result_does_not_wait_for_the_large_ones_of_another_tenant(
 def test_a_result_is_not_made_beyond_the_time_of_its_request(engine: ProbedEngine) -> None:
     each = request("late", tiny_models.text(5), sites=(SITE,), timeout_s=0.0)
     assert engine.run(each)["late"].error_code == "TIMEOUT"
-    reports, seq = Reports(), SimpleNamespace(tenant="", request_id="r", choice=0, deadline=1.0)
-    reports.hold(seq, TokenDelta("r", 0, finish_reason="stop"))  # type: ignore[arg-type]
+    reports, probe = Reports(), SimpleNamespace(deadline=1.0)
+    seq: Any = SimpleNamespace(tenant="", request_id="r", choice=0, token_ids=[])
+    reports.hold(seq, probe, TokenDelta("r", 0, finish_reason="stop"))  # type: ignore[arg-type]
     (delta,) = reports.advance(engine.runner)
     assert delta.error_code == "TIMEOUT" and not reports

@@ -152,7 +152,7 @@ def test_gradients_beside_images_are_refused() -> None:
         request_id="r", prompt=(1, 2), params=SamplingParams(), interp=interp, images=(image,)
     )
     with pytest.raises(InvalidRequestError, match="this prompt has images"):
-        make_probe(request, None, 1, ())  # type: ignore[arg-type]
+        make_probe(request, request.interp, None, 1, ())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -347,4 +347,4 @@ def test_what_needs_the_base_models_head_is_refused_for_an_adapter(
         interp=InterpRequest(**interp),
     )
     with pytest.raises(InvalidRequestError, match="send the request to the base model"):
-        make_probe(request, None, 1, ())
+        make_probe(request, request.interp, None, 1, ())
