@@ -21,7 +21,7 @@ from benchmarks.machine import machine
 from engine.core.interfaces.request import GenerateRequest, SamplingParams
 from engine.ipc.options import EngineOptions
 from engine.runtime.tiers.host import HostTier
-from engine.runtime.tiers.kv_tiers import KVTiers, attach_tiers
+from engine.runtime.tiers.kv_tiers import attach_tiers
 from engine.runtime.tiers.record import identity_of
 
 GIB = 2**30
@@ -43,14 +43,15 @@ class Bench:
         runner: Any = self._engine.runner
         tier = HostTier(given.host_gib * GIB, "lru", None, runner.row_maker())
         identity, prompt_s = identity_of(("benchmark",)), self._loop._budget.prompt_s
-        self._mover = attach_tiers(self._kv, runner, runner.spec, [tier], identity, prompt_s)
+        self._tiers = attach_tiers(self._kv, runner, runner.spec, [tier], identity, prompt_s)
+        self._mover = self._tiers.mover
         self._mover.start()
-        self._tiers: KVTiers = self._kv.tiers
+        self._extensions = self._kv.extensions
         self._num_asked = 0
 
     def run_pass(self, with_tier: bool, at_once: int) -> tuple[float, list[list[int]]]:
         """Ask for every prefix once, and for one token. Returns the seconds and the tokens."""
-        self._kv.tiers = self._tiers if with_tier else None
+        self._kv.extensions = self._extensions if with_tier else self._kv.groups
         self._kv.flush()
         seconds, texts = 0.0, []
         for first in range(0, len(self._prefixes), at_once):
@@ -70,12 +71,12 @@ class Bench:
             until = time.monotonic() + STORE_S
             while self._mover._queued_bytes and time.monotonic() < until:
                 time.sleep(0.01)
-            if self._tiers.stats()[0].num_blocks >= num_blocks * len(self._prefixes):
+            if self._tiers.tier_stats()[0].num_blocks >= num_blocks * len(self._prefixes):
                 break
-        return self._tiers.stats()[0].num_blocks
+        return self._tiers.tier_stats()[0].num_blocks
 
     def stats(self) -> dict[str, Any]:
-        stats = self._tiers.stats()[0]
+        stats = self._tiers.tier_stats()[0]
         return {"hits": stats.hits, "load_s": stats.load_s, "errors": stats.errors}
 
     def close(self) -> None:

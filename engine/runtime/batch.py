@@ -32,6 +32,7 @@ from engine.runtime.sequence import Row, ScheduledBatch, Sequence, packed
 
 NEGLIGIBLE = 1e-30
 MAX_INT32 = 2**31 - 1
+NO_BIASES = (np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros(0, np.float32))
 
 
 class BatchBuilder:
@@ -183,7 +184,9 @@ class BatchBuilder:
         rows = [row for _, row in sampled]
         slots = np.array([row.slot for row in rows], np.int32)
         biased = np.flatnonzero(self._may_bias[slots]).tolist()
-        bias_rows, bias_ids, bias_values = logit_biases([(index, rows[index]) for index in biased])
+        biases = NO_BIASES
+        if biased:
+            biases = logit_biases([(index, rows[index]) for index in biased])
         penalties = self._repetition[slots], self._presence[slots], self._frequency[slots]
         is_penalized = (penalties[0] != 1) | (penalties[1] != 0) | (penalties[2] != 0)
         histories = self._histories(batch, set(slots[is_penalized].tolist()))
@@ -204,9 +207,9 @@ class BatchBuilder:
             repetition=penalties[0],
             presence=penalties[1],
             frequency=penalties[2],
-            bias_rows=bias_rows,
-            bias_ids=bias_ids,
-            bias_values=bias_values,
+            bias_rows=biases[0],
+            bias_ids=biases[1],
+            bias_values=biases[2],
             seed=self._seed[slots],
             choice=self._choice[slots],
             position=np.array([row.start + row.length for row in rows], np.int32),

@@ -120,7 +120,7 @@ class SequenceMaker:
             params=params if params.seed is not None else replace(params, seed=_new_seed()),
             stop_ids=frozenset((*params.stop_token_ids, *ends)),
             allowed=allowed,
-            breakers=by_first_token(request.dry_breakers),
+            breakers=by_first_token(request.dry_breakers) if request.dry_breakers else {},
         )
 
     def _sequence(

@@ -30,6 +30,7 @@ from engine.core.interfaces.request import (
     Resumed,
     TokenDelta,
 )
+from engine.runtime.interp.steps import Probes
 from tests.parity import tiny_models
 from tests.parity.hooked import Hooked
 from tests.support.files.lora_files import peft_folder
@@ -162,7 +163,7 @@ def test_captures_do_not_depend_on_the_schedule(saved: Any, alone: ProbedEngine,
         if each.request_id not in aborted:
             expected = alone.run(each)[each.request_id]
             assert_same(answers[each.request_id], expected, each.request_id)
-    assert not engine.loop.scheduler.reports
+    assert not engine.loop.scheduler.find(Probes).reports
     engine.loop.scheduler.kv.flush()
     assert engine.loop.scheduler.kv.pool.num_free == engine.loop.scheduler.kv.pool.num_usable
     engine.close()

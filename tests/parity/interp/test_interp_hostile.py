@@ -24,6 +24,7 @@ from engine.library.steering import tensors_of
 from engine.runtime.interp import probe as probe_module
 from engine.runtime.interp.probe import Probe
 from engine.runtime.interp.reports import PIECE_BYTES, Reports
+from engine.runtime.interp.steps import Probes
 from tests.parity import tiny_models
 from tests.support.toy_engine.probed_engine import ProbedEngine, request
 
@@ -290,7 +291,7 @@ def test_held_interp_results_count_towards_their_tenants_limit(
         engine.submit(each)
         for _ in range(5):
             engine.loop.turn(0.0)
-        assert len(engine.loop.scheduler.reports) == 1
+        assert len(engine.loop.scheduler.find(Probes).reports) == 1
         for name, tenant in (("second", "a"), ("third", "b")):
             engine.submit(request(name, prompt, sites=(SITE,), tenant=tenant))
         engine.loop.turn(0.0)
@@ -331,7 +332,8 @@ def test_small_interp_results_do_not_wait_for_another_tenants_large_ones(
 def test_interp_results_are_not_computed_after_the_request_deadline(engine: ProbedEngine) -> None:
     each = request("late", tiny_models.text(5), sites=(SITE,), timeout_s=0.0)
     assert engine.run(each)["late"].error_code == "TIMEOUT"
-    reports, seq = Reports(), SimpleNamespace(tenant="", request_id="r", choice=0, deadline=1.0)
-    reports.hold(seq, TokenDelta("r", 0, finish_reason="stop"))  # type: ignore[arg-type]
+    reports, probe = Reports(), SimpleNamespace(deadline=1.0)
+    seq: Any = SimpleNamespace(tenant="", request_id="r", choice=0, token_ids=[])
+    reports.hold(seq, probe, TokenDelta("r", 0, finish_reason="stop"))  # type: ignore[arg-type]
     (delta,) = reports.advance(engine.runner)
     assert delta.error_code == "TIMEOUT" and not reports

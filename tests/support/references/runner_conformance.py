@@ -215,7 +215,7 @@ class RunnerConformance:
             return
         bench = Bench(runner, Schedule())
         host = HostTier(2**30, "lru", None)
-        mover = attach_tiers(
+        tiers = attach_tiers(
             bench.scheduler.kv,
             runner,
             runner.spec,
@@ -231,7 +231,7 @@ class RunnerConformance:
         others = [self.request(f"other {i}", self.text(20, seed=60 + i)) for i in range(4)]
         self.check(bench.run([*others, *self.requests()]), "from a tier")
         assert bench.channel.outcomes["greedy 3", 0].num_cached >= 2 * runner.spec.block_size
-        assert mover.tiers[0].num_hits >= 2
+        assert tiers.mover.tiers[0].num_hits >= 2
 
     def test_preempted_sequences_continue_with_the_same_tokens(self) -> None:
         """Four sequences start with one block each, then outgrow a pool that fits only one of

@@ -154,7 +154,7 @@ def test_gradients_beside_images_are_refused() -> None:
         request_id="r", prompt=(1, 2), params=SamplingParams(), interp=interp, images=(image,)
     )
     with pytest.raises(InvalidRequestError, match="this prompt has images"):
-        make_probe(request, None, 1, ())  # type: ignore[arg-type]
+        make_probe(request, request.interp, None, 1, ())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -349,4 +349,4 @@ def test_lens_and_attribution_are_refused_for_adapters_that_change_the_head(
         interp=InterpRequest(**interp),
     )
     with pytest.raises(InvalidRequestError, match="send the request to the base model"):
-        make_probe(request, None, 1, ())
+        make_probe(request, request.interp, None, 1, ())
