@@ -9,7 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 from engine.core.interfaces.sampling_fields import MAX_TOKENS, SamplingFields
 
 
-class Table(BaseModel):
+class ConfigTable(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
 
 
@@ -35,7 +35,7 @@ class ParametersTable(SamplingFields):
     _no_bool = field_validator("*", mode="before")(_refuse_bool)
 
 
-class PresetTable(Table):
+class PresetTable(ConfigTable):
     """A table `[presets.ID]`: defaults of the model that clients call ID."""
 
     model: str | None = Field(default=None, min_length=1, max_length=4096)

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 
-from engine.core.config_presets import NO_BOOL, PresetTable, Table
+from engine.core.config_presets import NO_BOOL, ConfigTable, PresetTable
 from engine.core.config_schema import TABLES, NamedTables
 from engine.core.errors import ConfigError
 from engine.core.suggestions import suggest
@@ -66,7 +66,7 @@ ModelId = Annotated[str, Field(pattern=r"^[!-~]{1,256}$")]
 Options = Annotated[dict[str, Any], AfterValidator(refuse_secrets)]
 
 
-class BackendTable(Table):
+class BackendTable(ConfigTable):
     """A table `[backends.NAME]`: one engine, or several equal engines (`replicas`)."""
 
     kind: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
@@ -85,7 +85,7 @@ class BackendTable(Table):
     """Every other key of the table: a field of the kind's configuration class."""
 
 
-class BackendUse(Table):
+class BackendUse(ConfigTable):
     """An entry in a model's list of backends."""
 
     name: str
@@ -94,7 +94,7 @@ class BackendUse(Table):
     """Share of the model's requests; unset, the backend's own weight."""
 
 
-class ShadowTable(Table):
+class ShadowTable(ConfigTable):
     """The shadow of a model: a second backend that gets copies of requests. Its answers are
     discarded.
     """
@@ -105,7 +105,7 @@ class ShadowTable(Table):
     """Share of the model's requests that are copied."""
 
 
-class ModelTable(Table):
+class ModelTable(ConfigTable):
     """A table `[models.ID]`: a model that clients can request."""
 
     aliases: tuple[ModelId, ...] = ()
@@ -122,7 +122,7 @@ class ModelTable(Table):
     """Copies requests to a second backend: `{ backend = "...", share = 0.1 }`."""
 
 
-class PluginTable(Table):
+class PluginTable(ConfigTable):
     """A table `[plugins.NAME]`: a plugin that processes requests."""
 
     enabled: bool = True
@@ -137,7 +137,7 @@ class PluginTable(Table):
     """Every other key of the table: an option of the plugin."""
 
 
-class AdapterTable(Table):
+class AdapterTable(ConfigTable):
     """A table `[adapters.NAME]`: a LoRA adapter that clients can request as the model NAME."""
 
     path: str = Field(min_length=1, max_length=4096)
@@ -251,7 +251,7 @@ def _check_shape(section: str, named: Any, where: str) -> None:
             )
 
 
-T = TypeVar("T", bound=Table)
+T = TypeVar("T", bound=ConfigTable)
 
 
 def _made(kind: type[T], where: str, table: Mapping[str, Any]) -> T:
@@ -265,7 +265,7 @@ def _made(kind: type[T], where: str, table: Mapping[str, Any]) -> T:
         raise ConfigError(f"{where}.{_explain(error)}") from None
 
 
-def _split_options(kind: type[Table], table: Mapping[str, Any]) -> dict[str, Any]:
+def _split_options(kind: type[ConfigTable], table: Mapping[str, Any]) -> dict[str, Any]:
     """Copy a table, and move keys that are not fields of `kind` into its `options`."""
     ours = kind.model_fields.keys() - {"options"}
     options = {key: value for key, value in table.items() if key not in ours}

@@ -36,7 +36,7 @@ class Scheduler:
         self.extensions: tuple[Extension, ...] = ()
         self.step = 0  # the number of steps that were planned
         self._max_step_tokens = max_step_tokens
-        self._newcomers = NewTenantReserve()
+        self._new_tenants = NewTenantReserve()
         self.num_preemptions = 0
         self.num_nonfinite = 0
         self.num_started = 0
@@ -141,7 +141,7 @@ class Scheduler:
         for each in self.extensions:
             each.planned(now)
         table, running = self.table, self.table.running
-        budget, kept = self._newcomers.room(
+        budget, kept = self._new_tenants.room(
             budget, table.waiting.tenants() if table.free_slots else (), running
         )
         is_crowded = table.is_crowded(budget)

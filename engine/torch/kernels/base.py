@@ -1,4 +1,4 @@
-"""Defines `Op`, an operation with a kernel, and `KernelSpec`: tolerances, examples and min work.
+"""Defines `KernelOp`, an operation with a kernel, and `KernelSpec`: tolerances, examples, min work.
 
 An op is declared as one function, which computes it by PyTorch: its reference. For CUDA tensors the
 op runs a kernel instead. A `KernelSpec` has both, so tests can compare them. Tests and the
@@ -186,7 +186,7 @@ def use_triton(tensor: Tensor) -> bool:
     return (tensor.is_cuda or interpreting()) and _has_triton()
 
 
-class Op(Generic[P, R]):
+class KernelOp(Generic[P, R]):
     """An operation that runs `triton` if that suits its first argument, and `reference` otherwise,
     which is also run if a gradient is needed.
     """
@@ -216,10 +216,10 @@ class Op(Generic[P, R]):
 
 def op(
     path: str, suits: Callable[[Any], bool] = use_triton
-) -> Callable[[Callable[P, R]], Op[P, R]]:
+) -> Callable[[Callable[P, R]], KernelOp[P, R]]:
     """Makes a reference the op whose kernel is at `path` (see `compiled`)."""
     name = path.partition(":")[2]
-    return lambda reference: Op(name, reference, compiled(path), suits)
+    return lambda reference: KernelOp(name, reference, compiled(path), suits)
 
 
 def load_all() -> Mapping[str, KernelSpec]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.torch.device import is_hopper
 from engine.torch.kernels.activation import gated, gated_halves
-from engine.torch.kernels.base import SUMMED, Example, Inputs, Op, Shape, size_of
+from engine.torch.kernels.base import SUMMED, Example, Inputs, KernelOp, Shape, size_of
 
 # Min rows for the fused kernel. With fewer rows, at least half of a tile is empty, and cuBLAS is as
 # fast.
@@ -83,7 +83,7 @@ def _examples(shape: Shape, device: torch.device, dtype: torch.dtype) -> Iterato
         yield Example(f"{rows}x{hidden}x{inner}", (x, weight, None, "silu"))
 
 
-_GATED_LINEAR = Op("gated_linear", _reference, _fastest)
+_GATED_LINEAR = KernelOp("gated_linear", _reference, _fastest)
 _GATED_LINEAR.specify(
     _examples,
     lambda x, weight, bias, gate: size_of(x, weight) + len(x) * len(weight) // 2 * x.element_size(),

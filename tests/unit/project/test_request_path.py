@@ -2,7 +2,7 @@
 
 import ast
 
-from tests.support.references.source_trees import dotted, is_within, sources
+from engine_tools.source_trees import dotted, is_within, sources
 
 # The steps of `open_generation`: it begins the request, opens its prompts and reads their events.
 STEPS = ("ticket.begin", "pump.open")

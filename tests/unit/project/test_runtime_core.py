@@ -2,9 +2,8 @@
 
 import dataclasses
 
-from tests.support.references.source_trees import imports, is_within, sources
-
 from engine.runtime.sequence import Sequence
+from engine_tools.source_trees import imports, is_within, sources
 
 # The rooms of features that attach to the core of the runtime through `runtime/extension.py`.
 FEATURES = (
