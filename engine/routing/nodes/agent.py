@@ -32,7 +32,8 @@ from engine.core.interfaces.request import (
 )
 from engine.frontend.engine_link import EngineLink
 from engine.frontend.request_recovery import Engine
-from engine.ipc.transport import Connection, failed_delta
+from engine.ipc.connection import Connection
+from engine.ipc.transport import failed_delta
 from engine.routing.nodes.dial import Endpoint, dial
 from engine.routing.nodes.wire import (
     BEAT_S,

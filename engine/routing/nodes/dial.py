@@ -26,7 +26,7 @@ from engine.core.errors import (
     UnavailableError,
 )
 from engine.core.shards.link import Seal, is_same, proof_of, seals_of
-from engine.ipc.transport import Connection
+from engine.ipc.connection import Connection
 from engine.routing.nodes.proofs import proof_for
 from engine.routing.nodes.wire import (
     BUILD_HEADER,

@@ -169,7 +169,9 @@ def mirostat_k(logits: F32, mu: float, vocab_size: int) -> int:
     # The formula of k, in logarithms, because its parts overflow.
     size = np.log(abs(above_one)) + mu * np.log(2)
     size -= np.log(abs(np.expm1(-above_one * np.log(vocab_size))))
-    return max(1, int(np.exp(min(size / exponent, np.log(len(logits))))))
+    if size / exponent >= np.log(len(logits)):
+        return len(logits)
+    return max(1, int(np.exp(size / exponent)))
 
 
 def _compact(ids: I64, logits: F32) -> tuple[I64, F32]:

@@ -8,7 +8,7 @@ from collections import deque
 
 from starlette.types import Message, Receive, Scope, Send
 
-from engine.ipc.transport import Connection
+from engine.ipc.connection import Connection
 from engine.servers.http.protocol import CycleBody, direct_body
 from engine.servers.http_workers.messages import (
     Blocked,

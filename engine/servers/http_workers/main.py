@@ -14,7 +14,8 @@ import sys
 
 from engine.core.observability.logging import setup_logging
 from engine.core.sandbox.processes import die_with_parent, keep_all
-from engine.ipc.transport import Connection, ConnectionClosedError, SocketChannel
+from engine.ipc.connection import Connection
+from engine.ipc.transport import ConnectionClosedError, SocketChannel
 from engine.servers.http.protocol import (
     CLOSE_TIMEOUT_S,
     event_loop,

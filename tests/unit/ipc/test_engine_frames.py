@@ -22,6 +22,7 @@ from engine.core.interfaces.request import (
 from engine.core.shards.link import Seal
 from engine.frontend.engine_client import QueueChannel, joined
 from engine.ipc import heartbeat as heartbeat_module
+from engine.ipc.connection import Connection
 from engine.ipc.heartbeat import (
     INTERRUPT_SIGNAL,
     UNKNOWN_STEP_TIMEOUT_S,
@@ -33,7 +34,6 @@ from engine.ipc.heartbeat import (
 from engine.ipc.transport import (
     LENGTH,
     MAX_FRAME_BYTES,
-    Connection,
     ConnectionClosedError,
     FrameDecoder,
     SocketChannel,

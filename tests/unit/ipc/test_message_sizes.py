@@ -33,7 +33,8 @@ from engine.core.shards.frames import encode_frame as encode_shard
 from engine.core.shards.link import TcpLink
 from engine.frontend.request_recovery import OpenRequest, OpenRequests
 from engine.ipc import transport
-from engine.ipc.transport import Connection, FrameDecoder, SocketChannel, encode_frame, frames_of
+from engine.ipc.connection import Connection
+from engine.ipc.transport import FrameDecoder, SocketChannel, encode_frame, frames_of
 from engine.routing.nodes.agent import Session
 from engine.routing.nodes.wire import MAX_UNSENT_RESULT_BYTES
 from engine.servers.http_workers.exchange import Exchange

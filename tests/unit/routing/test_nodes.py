@@ -24,7 +24,8 @@ from engine.core.interfaces.request import (
 )
 from engine.core.interfaces.stats import EngineStats, StepCounts, TierStats
 from engine.core.prefix_hashes import prompt_hashes
-from engine.ipc.transport import Connection, encode_frame
+from engine.ipc.connection import Connection
+from engine.ipc.transport import encode_frame
 from engine.routing.nodes import agent as agent_module
 from engine.routing.nodes import manager as manager_module
 from engine.routing.nodes import node as node_module

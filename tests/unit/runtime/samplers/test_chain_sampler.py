@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -168,6 +168,10 @@ BREAKERS = ((3,), (2, 9))
 
 @settings(max_examples=60, deadline=None, derandomize=True)  # near-ties may go either way
 @given(chains=st.lists(CHAINS, min_size=1, max_size=4), logits_seed=st.integers(0, 99))
+# Mirostat keeps all six tokens, whose number is exp(log(6)) = 5.999... on some processors.
+@example(
+    chains=[{"seed": 0, "mirostat": 1, "allowed_token_ids": (1, 2, 3, 4, 9, 30)}], logits_seed=0
+)
 def test_batched_sampler_chains_equal_the_reference(chains, logits_seed):
     rng = np.random.default_rng(logits_seed)
     seqs, references = [], []
