@@ -30,29 +30,30 @@ serve: $(VENV)/.serve ## Fetch the default model and serve it (MODEL=name ARGS="
 	$(call step,Serving $(MODEL))
 	@exec $(BIN)/engine serve $(MODEL) $(ARGS)
 
-# $(call tested,"OPTIONS" ...): a run of pytest in two processes for each. What failed is run once more, alone.
+# $(call tested,PROCESSES,"OPTIONS" ...): a run of pytest for each. What failed is run once more, alone.
 define tested
 	@failed=; again=; \
-	for options in $(1); do \
+	for options in $(2); do \
 		printf '\n==> %s\n' "$$options"; \
-		$(PYTEST) -n 2 $$options && continue; \
+		$(PYTEST) -n $(1) $$options && continue; \
 		printf '\n==> what failed, once more and alone\n'; \
 		$(PYTEST) -n 0 -v --last-failed --last-failed-no-failures none $$options && again=yes || failed=yes; done; \
 	if [ -n "$$again" ]; then printf '\npassed only when run alone, so look for a race: see above\n'; fi; \
 	if [ -n "$$failed" ]; then printf '\nfailed: see above\n'; exit 1; fi
 endef
 
-# Both processes take files of the same list, so the long ones come first.
+# The processes take files of the same list, so the long ones come first. Tests wait for half of their time, so three
+# processes are quicker on two cores than two.
 BY_FILE := --dist loadfile --no-loadscope-reorder
 test: $(VENV)/.dev programs ## Run every test but those of make test-integration and the long ones
 	$(call step,Fetching the model that tests use)
 	@$(BIN)/engine pull $(MODEL)
-	$(call tested,"--integration without $(BY_FILE) $(LEVELS:%=tests/%)")
+	$(call tested,3,"--integration without $(BY_FILE) $(LEVELS:%=tests/%)")
 
 # Triton must be in interpreter mode when the kernels are defined, so they have a run of their own.
 test-integration: $(VENV)/.dev browser ## Run what needs other programs: Chromium, Redis, Triton's interpreter, scoreboard
 	@$(BIN)/engine pull $(MODEL)
-	$(call tested,"--integration only $(BY_FILE) tests/scoreboard tests/ui $(LEVELS:%=tests/%)" "tests/kernels")
+	$(call tested,2,"--integration only $(BY_FILE) tests/scoreboard tests/ui $(LEVELS:%=tests/%)" "tests/kernels")
 
 # The first import of a module compiles it, tests included, and both processes of make test would do so.
 compiled: $(VENV)/.dev ## Compile the tests and what they import

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
-from engine.core.interfaces.sampling_fields import MAX_TOKENS, SamplingFields
+from engine.core.interfaces.sampling_fields import SamplingFields
 
 
 class ConfigTable(BaseModel):
@@ -29,8 +29,6 @@ class ParametersTable(SamplingFields):
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     """Seed of the sampling."""
-    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
-    """Max tokens of an answer; not for `/v1/completions`, which has a default of its own."""
 
     _no_bool = field_validator("*", mode="before")(_refuse_bool)
 

@@ -20,6 +20,8 @@ LastTokens = Annotated[int, Field(ge=-1, le=MAX_TOKENS)]  # -1: all tokens
 class SamplingFields(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    """Max tokens of an answer; not for `/v1/completions`, which has a default of its own."""
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     """Sampling temperature; 0 is greedy."""
     top_p: Fraction | None = None
