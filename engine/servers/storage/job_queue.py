@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import logging
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Coroutine
 from pathlib import Path
 
@@ -75,7 +76,7 @@ class JobTasks:
         task.add_done_callback(self._tasks.discard)
 
 
-class JobQueue(JobTasks):
+class JobQueue(JobTasks, ABC):
     """A component that looks for jobs again and again: at once when there is news, and else after
     `rest_s`, or after `fault_s` when a look has failed. `kind` names the jobs in the log. The queue
     does not touch the disk until the database file exists.
@@ -103,9 +104,9 @@ class JobQueue(JobTasks):
         """There is news: a job was created, or has another status."""
         self._awake.set()
 
+    @abstractmethod
     async def look(self) -> None:
         """Run or begin the jobs that wait. An `EngineError` lets all of them wait."""
-        raise NotImplementedError
 
     def holds(self, name: str) -> bool:
         """Whether this server holds the lock of this name, which it takes if it is free."""
