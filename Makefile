@@ -8,8 +8,8 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
-LEVELS := e2e parity security native property unit
-QUICK := tests/unit tests/property $(addprefix tests/parity/,native/test_native_models.py models/test_ir_models.py native/test_quants.py)
+LEVELS := e2e oracle parity security native property unit
+QUICK := tests/unit tests/oracle tests/property $(addprefix tests/parity/,native/test_native_models.py models/test_ir_models.py native/test_quants.py)
 SLOW := slow or gpu or network or vllm or clients
 CODE := engine engine_tools tests benchmarks examples
 CPP := csrc/*/*.cpp csrc/*/*.h tests/native/emulated/*.cpp engine/torch/kernels/cuda/*.cu*
@@ -19,7 +19,7 @@ step = @printf '\n==> %s\n' "$(1)"
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help serve programs browser test test-integration compiled test-quick scoreboard test-slow test-gpu test-native test-emulated test-vllm test-vllm-suite test-llamacpp-suite test-clients manifests nightly lint format bench wheel lock sbom clean
+.PHONY: help serve programs browser test test-integration compiled test-quick oracle scoreboard test-slow test-gpu test-native test-emulated test-vllm test-vllm-suite test-llamacpp-suite test-clients manifests nightly lint format bench wheel lock sbom clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -83,6 +83,9 @@ test-slow: $(VENV)/.dev programs ## Run the long tests
 	@$(BIN)/engine pull $(MODEL)
 	$(call step,Slow tests)
 	@$(BIN)/python -m pytest -m slow --timeout 3600 tests
+
+oracle: $(VENV)/.dev ## Random histories of engines, each request compared with itself alone (ARGS="--level toy --cases 10000 --seed 1")
+	@$(BIN)/python -m tests.oracle $(ARGS)
 
 scoreboard: $(VENV)/.dev ## Measure what the server withstands, into docs/scoreboard.md (ARGS="R05 R06")
 	@$(BIN)/engine pull $(MODEL)

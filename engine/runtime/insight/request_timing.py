@@ -88,9 +88,13 @@ class EngineClock:
         return WAITS[self._blocked_by]
 
     def waits(self, now: float) -> tuple[float, ...]:
-        """The seconds that the queue has waited until now, by reason."""
+        """The seconds that the queue has waited until now, by reason. They are counted from the
+        first call on.
+        """
+        if self._since is None:
+            self._since = now
         waits = list(self._waits)
-        if self._since is not None and now > self._since:
+        if now > self._since:
             waits[self._blocked_by] += now - self._since
         return tuple(waits)
 

@@ -192,10 +192,11 @@ class ToyRunner:
                 parent = int(self.cells[where[position - 1]]) if position else 1
                 if self._spec.has_state and position:
                     parent = int(self.states[inputs.slots[row]])
-                self.states[inputs.slots[row]] = mix(parent, tokens[index])
-                self.cells[where[position]] = self.states[inputs.slots[row]]
+                cell = self.new_cell(inputs, row, index, parent, tokens[index])
+                self.states[inputs.slots[row]] = cell
+                self.cells[where[position]] = cell
                 if inputs.window_slots is not None:
-                    self.window_cells[inputs.window_slots[index]] = mix(parent, tokens[index])
+                    self.window_cells[inputs.window_slots[index]] = cell
             finite.append(NAN_TOKEN not in tokens[first:last])
             for t in set(inputs.logit_rows.tolist()) & set(range(first, last)):
                 seen = where[: int(inputs.positions[t]) + 1]
@@ -205,6 +206,10 @@ class ToyRunner:
                 logits[t] = toy_logits(cells)
         self._copy_states(inputs.slots, inputs.state_save)
         return [logits[int(t)] for t in inputs.logit_rows], np.array(finite, bool)
+
+    def new_cell(self, inputs: BatchInputs, row: int, index: int, parent: int, token: int) -> int:
+        """The KV cell of a token of the step. `parent` is the cell before it."""
+        return mix(parent, token)
 
     def _copy_states(self, sources: np.ndarray | None, targets: np.ndarray | None) -> None:
         if sources is None or targets is None:

@@ -1,0 +1,79 @@
+"""Checks random histories, and prints one line of JSON.
+
+Each failing history is made small and printed. Its seed can be kept in `failing.jsonl`.
+
+    python -m tests.oracle --level toy --cases 100000 --seed 1
+    python -m tests.oracle --level toy --seed 17 --only
+"""
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections import Counter
+
+from tests.oracle.check import Oracle
+from tests.oracle.histories import History, draw_history
+from tests.oracle.level import LEVELS
+from tests.oracle.shrink import shrunk
+
+ENOUGH_FAILURES = 5
+
+
+def drawn(oracle: Oracle, seed: int) -> History:
+    """The history of a seed."""
+    return draw_history(random.Random(f"{oracle.level.name} {seed}"), oracle.level.stage)
+
+
+def failing(oracle: Oracle, history: History, seed: int) -> list[str]:
+    """What is wrong with a history."""
+    return oracle.check(history, str(seed)).wrong
+
+
+def explained(oracle: Oracle, seed: int) -> str:
+    """A small history that fails like that of the seed, and what is wrong with it."""
+    small = shrunk(drawn(oracle, seed), lambda each: bool(failing(oracle, each, seed)))
+    wrong = "\n  ".join(failing(oracle, small, seed))
+    return f"seed {seed} of level {oracle.level.name}\n{small}\n  {wrong}"
+
+
+def run(level: str, cases: int, first_seed: int, *, shrinks: bool = True) -> dict[str, object]:
+    """Check histories, until enough of them have failed."""
+    oracle, seen, failures = Oracle(LEVELS[level]()), Counter[str](), list[int]()
+    began, done = time.perf_counter(), 0
+    for seed in range(first_seed, first_seed + cases):
+        report = oracle.check(drawn(oracle, seed), str(seed))
+        done += 1
+        seen += report.seen
+        if report.wrong:
+            failures.append(seed)
+            if shrinks:
+                print(explained(oracle, seed), file=sys.stderr, flush=True)
+        if len(failures) >= ENOUGH_FAILURES:
+            break
+    oracle.close()
+    return {
+        "level": level,
+        "histories": done,
+        "failures": failures,
+        "seconds": round(time.perf_counter() - began, 1),
+        "seed": first_seed,
+        "seen": dict(sorted(seen.items())),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--level", choices=sorted(LEVELS), default="toy")
+    parser.add_argument("--cases", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", action="store_true", help="this seed alone")
+    arguments = parser.parse_args()
+    result = run(arguments.level, 1 if arguments.only else arguments.cases, arguments.seed)
+    print(json.dumps(result))
+    raise SystemExit(bool(result["failures"]))
+
+
+if __name__ == "__main__":
+    main()

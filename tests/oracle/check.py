@@ -1,0 +1,176 @@
+"""Runs a history, runs each of its requests alone, and says what differs."""
+
+import asyncio
+import json
+import logging
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from engine.core.errors import InferenceError, RequestTimeoutError
+from engine.core.interfaces.request import GenerateRequest
+from tests.oracle.asking import ask
+from tests.oracle.clock import given_clock
+from tests.oracle.histories import History, Shape
+from tests.oracle.level import Level
+from tests.oracle.results import Result, begun_differences, broken_timelines, differences
+from tests.oracle.run import OVERDUE_TURNS, Outcome, Run, Submitted
+
+MAX_ALONE = 4096  # results that are kept
+# Features that do not change what a request gives, and that would only disturb it alone
+AROUND = ("deadline", "reader", "progress", "priority", "salt", "tenant", "follows", "prediction")
+
+
+@dataclass
+class Report:
+    """What a history showed. `wrong` is empty if nothing differs."""
+
+    wrong: list[str] = field(default_factory=list)
+    seen: Counter[str] = field(default_factory=Counter)
+
+
+class Oracle:
+    """Checks histories of one level. It keeps what requests give alone."""
+
+    def __init__(self, level: Level) -> None:
+        self.level = level
+        self._alone: dict[str, Result] = {}
+        self._loop = asyncio.new_event_loop()
+
+    def close(self) -> None:
+        self._loop.close()
+
+    def check(self, history: History, seed: str) -> Report:
+        before = logging.root.manager.disable
+        logging.disable(logging.CRITICAL)  # injected faults are logged like real ones
+        try:
+            submitted = self._submitted(history, seed)
+            outcome = self._run(history, submitted, seed)
+        finally:
+            logging.disable(before)
+        return Report([*outcome.wrong, *judged(submitted, outcome)], outcome.seen)
+
+    def _run(self, history: History, submitted: list[Submitted], seed: str) -> Outcome:
+        with given_clock(seed) as clock:
+            run = Run(self.level, history, submitted, clock)
+            return self._loop.run_until_complete(run.go())
+
+    def _submitted(self, history: History, seed: str) -> list[Submitted]:
+        """The requests of a history, and what each gives alone."""
+        level, found = self.level, list[Submitted]()
+        shape = level.alone_in(history.shape)
+        for index, drawn in enumerate(history.requests):
+            follows: tuple[int, ...] = ()
+            if drawn["follows"] is not None:
+                follows = _conversation(found[drawn["follows"]], level.max_follows)
+            content = level.content(drawn, follows)
+            told = (level.text, level.output, drawn, content, f"r{index}", level.max_seq_len)
+            asked = ask(*told)
+            each = Submitted(drawn, content, asked, Result())
+            each.alone = self._alone_result(each, shape)
+            expected = _prediction(each, random.Random(f"{seed} {index}"))
+            each.asked = ask(*told, expected)
+            found.append(each)
+        return found
+
+    def _alone_result(self, each: Submitted, shape: Shape) -> Result:
+        key = f"{json.dumps(shape)} {each.content.prompt} {each.drawn.key}"
+        if key not in self._alone:
+            if len(self._alone) >= MAX_ALONE:
+                self._alone.clear()
+            self._alone[key] = self._run_alone(each, shape)
+        return self._alone[key]
+
+    def _run_alone(self, each: Submitted, shape: Shape) -> Result:
+        level, drawn = self.level, each.drawn
+        for name in AROUND:
+            drawn = drawn.without(name)
+        asked = ask(level.text, level.output, drawn, each.content, "r0", level.max_seq_len)
+        history = History(shape, (drawn,), (("submit", 0),))
+        outcome = self._run(history, [replace(each, drawn=drawn, asked=asked)], "alone")
+        assert not outcome.wrong, (outcome.wrong, str(history))
+        return outcome.results[0]
+
+
+def _conversation(before: Submitted, most: int) -> tuple[int, ...]:
+    """The prompt of an earlier request and its answer, which a request continues."""
+    if before.content.images or before.alone.error is not None:
+        return ()
+    answer = before.alone.choices[0].token_ids
+    whole = (*before.content.prompt, *answer)
+    return whole if len(whole) <= most else ()
+
+
+def _prediction(each: Submitted, rng: random.Random) -> tuple[int, ...]:
+    """What the client expects: the right answer, with some wrong tokens."""
+    share = each.drawn["prediction"]
+    if share is None or each.alone.error is not None:
+        return ()
+    answer = each.alone.choices[0].token_ids
+    return tuple(token if rng.random() < share else rng.choice(answer) for token in answer)
+
+
+def judged(submitted: list[Submitted], outcome: Outcome) -> Iterator[str]:
+    """What is wrong with the results of a history, one line for each."""
+    pardons = Counter(
+        nonfinite=outcome.num_marked,
+        crossed=outcome.num_crossed,
+        deaths=outcome.seen["kill"] // 2 * len(submitted),
+    )
+    for index, result in outcome.results.items():
+        each = submitted[index]
+        if index in outcome.cancelled:
+            found = list(begun_differences(each.alone, result))
+        elif result.error is not None and result.error != each.alone.error:
+            found = list(_failure(each, result, pardons))
+        else:
+            found = list(_success(each, result, outcome))
+        found += broken_timelines(result.timelines)
+        yield from (f"request {index}: {told}" for told in found)
+
+
+def _failure(each: Submitted, result: Result, pardons: Counter[str]) -> Iterator[str]:
+    """A request that fails in a history must do so in the documented way, and for a reason."""
+    reason = ""
+    if result.error == RequestTimeoutError.code and each.drawn["deadline"] is not None:
+        reason = "deadline"
+    elif result.error == InferenceError.code:
+        reason = _REASONS.get(result.message, "")
+    if reason == "deadline":
+        pass
+    elif pardons[reason]:
+        pardons[reason] -= 1
+    else:
+        yield f"it fails for no reason: {result.error} {result.message!r}"
+    yield from begun_differences(each.alone, result)
+
+
+_REASONS = {
+    "The model produced non-finite values for this request.": "nonfinite",
+    "The engine failed on this request.": "crossed",
+    "The engine died each time it ran this request.": "deaths",
+}
+
+
+def _success(each: Submitted, result: Result, outcome: Outcome) -> Iterator[str]:
+    yield from differences(each.alone, result, 0.0)
+    if each.num_overdue > OVERDUE_TURNS:
+        yield f"it ran for {each.num_overdue} turns after its deadline"
+    usage = result.usage
+    if usage is None:
+        return
+    request: GenerateRequest = each.asked.request
+    if not 0 <= usage.cached_tokens < len(request.prompt):
+        yield f"{usage.cached_tokens} cached tokens of a prompt of {len(request.prompt)}"
+    if not usage.num_accepted <= min(usage.num_drafted, usage.completion_tokens):
+        yield f"drafts: {usage.num_accepted} of {usage.num_drafted} accepted"
+    if usage.num_revivals > outcome.seen["kill"] + outcome.seen["swap"]:
+        yield f"{usage.num_revivals} revivals"
+    if each.drawn["progress"]:
+        if result.progress != sorted(set(result.progress)) or not result.progress:
+            yield f"progress went back: {result.progress}"
+        elif result.progress[-1] != len(request.prompt):
+            yield f"progress ended at {result.progress[-1]} of {len(request.prompt)}"
+        if result.num_waits != 1:
+            yield f"it was told {result.num_waits} times that its turn has come"

@@ -1,0 +1,45 @@
+"""Random histories of each level, and all that ever failed: each request gives what it gives alone.
+
+`python -m tests.oracle` runs more of them.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.oracle.__main__ import drawn, explained, run
+from tests.oracle.check import Oracle
+from tests.oracle.histories import History
+from tests.oracle.level import LEVELS
+
+FAILING = Path(__file__).with_name("failing.jsonl")  # seeds of histories that once differed
+# What the histories of a level must meet, so that they mean something
+MET = ("preemptions", "hits", "loads", "revivals", "accepted", "rejected", "swap", "nan", "cancel")
+
+
+def kept(level: str) -> list[int]:
+    lines = map(json.loads, FAILING.read_text().splitlines())
+    return [each["seed"] for each in lines if each["level"] == level]
+
+
+def test_toy_requests_give_what_they_give_alone() -> None:
+    result = run("toy", 100, first_seed=1)
+    assert not result["failures"], f"python -m tests.oracle --only --seed {result['failures'][0]}"
+    assert not [kind for kind in MET if not result["seen"].get(kind)]
+
+
+@pytest.mark.parametrize("level", sorted(LEVELS))
+def test_histories_that_once_differed(level: str) -> None:
+    oracle = Oracle(LEVELS[level]())
+    for seed in kept(level):
+        history = drawn(oracle, seed)
+        assert not oracle.check(history, str(seed)).wrong, explained(oracle, seed)
+
+
+def test_a_history_is_the_same_after_json() -> None:
+    oracle = Oracle(LEVELS["toy"]())
+    for seed in range(20):
+        history = drawn(oracle, seed)
+        again = History.from_json(json.loads(json.dumps(history.to_json())))
+        assert again.to_json() == history.to_json() and str(again) == str(history)
