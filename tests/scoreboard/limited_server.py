@@ -17,12 +17,14 @@ from engine.core.memory import MIB, memory_cgroups, num_oom_kills
 VARIABLE = "SCOREBOARD_MEMORY_LIMIT"  # the folder of a cgroup, or a number of bytes
 MODULE = "tests.scoreboard.limited_server"
 # Fills the memory of the cgroup whose folder is its argument, until a process there is killed. It
-# is many processes, so that none of them is the largest one, which the kernel would choose.
+# is many processes, so that none of them is the largest one, which the kernel would choose. While
+# the memory of the killed process is given back, the kernel may kill one more: then one of these.
 BALLAST = """
 import os, sys, time
 from pathlib import Path
 folder = Path(sys.argv[1])
 (folder / "cgroup.procs").write_text("0")
+Path("/proc/self/oom_score_adj").write_text("250")  # an engine has 500, a server 0
 name = "memory.events" if (folder / "memory.events").exists() else "memory.oom_control"
 def kills():
     lines = (folder / name).read_text().splitlines()
