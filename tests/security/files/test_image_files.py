@@ -3,6 +3,9 @@
 """
 
 import io
+import struct
+import warnings
+import zlib
 from typing import Any
 
 import pytest
@@ -71,3 +74,63 @@ def test_comments_of_a_gif_are_not_collected() -> None:
     endless = data[:start] + b"\x21\xfe" + 200_000 * b"\1c" + b"\0" + data[start:]
     with pytest.raises(InvalidRequestError, match="too many pieces"):
         size_of(endless, "here")
+
+
+def crowded_exif(order: str, num_entries: int) -> bytes:
+    """Exif data with an orientation, and with entries that all have the same large value."""
+    head = {"<": b"II*\0", ">": b"MM\0*"}[order] + struct.pack(f"{order}LH", 8, num_entries + 1)
+    size = 14 + 12 * num_entries
+    entries = [struct.pack(f"{order}HHLHH", 0x0112, 3, 1, 6, 0)]
+    entries += [
+        struct.pack(f"{order}HHLL", 0x200 + number, 1, size, 8) for number in range(num_entries)
+    ]
+    return head + b"".join(entries) + bytes(4)
+
+
+def with_exif(kind: str, exif: bytes) -> bytes:
+    file = io.BytesIO()
+    options: dict[str, Any] = {"exif": b"Exif\0\0" + exif}
+    if kind == "PNG":
+        options = {}
+    Image.new("RGB", (64, 32)).save(file, kind, **options)
+    data = file.getvalue()
+    if kind == "PNG":
+        start = data.index(b"IDAT") - 4
+        chunk = b"eXIf" + exif
+        chunk = len(exif).to_bytes(4, "big") + chunk + zlib.crc32(chunk).to_bytes(4, "big")
+        return data[:start] + chunk + data[start:]
+    return data
+
+
+@pytest.mark.parametrize("order", "<>")
+@pytest.mark.parametrize(
+    ("kind", "num_entries"), [("JPEG", 5_000), ("PNG", 60_000), ("WEBP", 60_000)]
+)
+def test_exif_tables_are_replaced_by_their_orientation(
+    kind: str, num_entries: int, order: str
+) -> None:
+    data = with_exif(kind, crowded_exif(order, num_entries))
+    assert len(only_picture(data)) < 1_000 < len(data)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # Pillow would warn of each entry, in the server's log
+        assert decode(data, "here").size == (32, 64)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize(
+    "exif", [b"", b"II", b"MM\0*\xff\xff\xff\xff", b"II*\0\x08\0\0\0\xff\xff\1"]
+)
+def test_broken_exif_leaves_the_picture_as_it_is(kind: str, exif: bytes) -> None:
+    assert decode(with_exif(kind, exif), "here").size == (64, 32)
+
+
+def test_profiles_and_unknown_chunks_of_a_webp_are_not_collected() -> None:
+    file = io.BytesIO()
+    Image.new("RGBA", (8, 8), (200, 0, 0, 0)).save(file, "WEBP", lossless=True, xmp=b"x" * 5_000)
+    data = file.getvalue()
+    unknown = b"JUNK" + (1).to_bytes(4, "little") + b"j\0"
+    assert only_picture(data + unknown) == only_picture(data)
+    assert len(only_picture(data)) < 1_000
+    assert decode(data, "here").getpixel((0, 0)) == (255, 255, 255)
+    with pytest.raises(InvalidRequestError, match="too many pieces"):
+        size_of(data + 200_000 * unknown, "here")
