@@ -16,11 +16,12 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from engine.core.errors import InvalidRequestError, NotFoundError
+from engine.core.store.adapter_store import records
 from engine.finetuning.jobs import TrainingRequest, adapter_name, make_job
 from engine.finetuning.plan import Decided, TrainingPlan
 from engine.servers.access.auth import Principal, principal_of
 from engine.servers.files.expiry import unix_now
-from engine.servers.files.store import FileStore
+from engine.servers.files.store import FileStore, StorageFullError
 from engine.servers.fine_tuning.progress import by_step, figures_of
 from engine.servers.fine_tuning.runner import JobRunner, served_checkpoints
 from engine.servers.fine_tuning.schema import EventQuery, Job, JobBody, JobListQuery, JobQuery
@@ -34,6 +35,7 @@ from engine.servers.storage.fair_slots import FairSlots
 MAX_BODY_BYTES = 65_536
 EVENT_PREFIX = "ftevent-"
 STREAM_POLL_S = 0.5
+MAX_MODELS = 200  # of each tenant; a job adds up to four
 JOBS = "/v1/fine_tuning/jobs"
 
 
@@ -63,6 +65,7 @@ class FineTuning:
         await self.store.check(owner, files)
         base = self._base_path(body.model, principal)
         self._check_rank(body)
+        await asyncio.to_thread(_check_num_models, owner)
         job_id = f"{PREFIX}{secrets.token_hex(12)}"
         settings = self._services.settings.finetuning
         request = TrainingRequest(
@@ -135,6 +138,16 @@ class FineTuning:
                 return
             if not events:
                 await asyncio.sleep(STREAM_POLL_S)
+
+
+def _check_num_models(owner: str) -> None:
+    num_models = sum(kept.tenant == owner for kept in records())
+    if num_models >= MAX_MODELS:
+        raise StorageFullError(
+            f"You have {num_models} fine-tuned models, with those of checkpoints; a tenant may have"
+            f" {MAX_MODELS}. Delete some with DELETE /v1/models/MODEL.",
+            param="model",
+        )
 
 
 def add_fine_tuning_routes(app: FastAPI, tuning: FineTuning) -> None:

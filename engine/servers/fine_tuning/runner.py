@@ -29,7 +29,7 @@ from engine.finetuning.jobs import adapter_name
 from engine.finetuning.process import TrainerProcess, how_it_ended, log_tail
 from engine.servers.access.auth import Principal
 from engine.servers.files.expiry import unix_now
-from engine.servers.files.store import FileStore
+from engine.servers.files.store import FileStore, StorageFullError
 from engine.servers.fine_tuning.hold import Hold
 from engine.servers.fine_tuning.progress import JobMetrics, Pace, event_data, step_metrics
 from engine.servers.fine_tuning.schema import Job
@@ -95,7 +95,11 @@ class JobRunner(JobQueue):
         if job is None:
             return
         if job.status == "queued":
-            job = await self._store.move(job.id, "running", ("queued",))
+            try:
+                job = await self._store.move(job.id, "running", ("queued",))
+            except ConflictError:  # it was paused or cancelled meanwhile
+                self.wake()
+                return
             await self._store.note(job.id, "Training has started.")
         else:
             await self._store.note(job.id, "Training continues from the last checkpoint.")
@@ -279,13 +283,20 @@ class JobRunner(JobQueue):
         await self._store.note(job.id, "The job has successfully completed.")
         await self._store.end(job, model=name, result_file=await self._results(job, folder))
 
-    async def _results(self, job: Job, folder: JobFolder) -> str:
-        """Store the result file of the job. Returns its id."""
+    async def _results(self, job: Job, folder: JobFolder) -> str | None:
+        """Store the result file of the job. Returns its id, or None if the owner has no room for
+        it: the jobs of other tenants don't wait until there is some.
+        """
         events, _ = await asyncio.to_thread(folder.events)
         expires_at = unix_now() + math.ceil(self._services.settings.storage.file_ttl_s)
-        async with self._files.upload(job.owner) as upload:
-            await upload.write(step_metrics(events))
-            file = await upload.keep("fine-tune-results", "step_metrics.csv", expires_at)
+        try:
+            async with self._files.upload(job.owner) as upload:
+                await upload.write(step_metrics(events))
+                file = await upload.keep("fine-tune-results", "step_metrics.csv", expires_at)
+        except StorageFullError as error:
+            text = f"The result file of this job is not stored: {error}"
+            await self._store.note(job.id, text, level="warn")
+            return None
         return file.id
 
     async def _offer(self, job: Job, name: str, adapter: Path) -> None:

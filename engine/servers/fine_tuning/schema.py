@@ -19,6 +19,7 @@ from engine.finetuning.data import Method
 from engine.finetuning.plan import MAX_RANK, SUFFIX, Decided, Hyperparameters, LoraShape
 from engine.servers.http.errors import problem
 from engine.servers.http.listing import Cursor, Query
+from engine.servers.schema.fields import Metadata
 
 Status = Literal[
     "validating_files", "queued", "running", "paused", "succeeded", "failed", "cancelled"
@@ -141,7 +142,7 @@ class JobQuery(Query):
 
 
 class JobListQuery(JobQuery):
-    metadata: dict[str, str] | None = None  # metadata[KEY]=VALUE: jobs that have this pair
+    metadata: Metadata = {}  # metadata[KEY]=VALUE: jobs that have this pair
 
 
 class EventQuery(JobQuery):

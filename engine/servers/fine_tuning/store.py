@@ -15,7 +15,7 @@ from engine.servers.storage.tables import Db, Store, Table, having, page_of, tra
 
 # Of each tenant
 MAX_OPEN_JOBS = 20
-MAX_KEPT_JOBS = 1_000
+MAX_KEPT_JOBS = 200  # each has a folder with its adapters
 RETRY_FULL_S = 60.0
 PREFIX = "ftjob-"
 
@@ -103,12 +103,12 @@ class JobStore(Store):
         owner: str,
         after: str | None,
         limit: int,
-        metadata: Mapping[str, str] | None = None,
+        metadata: Mapping[str, str],
     ) -> list[Job]:
-        """Jobs, the newest first. With `metadata`, only those that have all of its pairs."""
+        """Jobs that have all pairs of `metadata`, the newest first."""
         if after is not None:
             JOBS.find(db, after, owner)
-        return JOBS.page(db, owner, limit, *having(metadata or {}), after=after)
+        return JOBS.page(db, owner, limit, *having(metadata), after=after)
 
     @transaction
     def last_step(self, db: Db, job_id: str) -> int:

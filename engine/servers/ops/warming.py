@@ -21,13 +21,15 @@ from engine.core.interfaces.backend import (
     ChatRequest,
     CompletionRequest,
     GenerationContext,
+    ModelCard,
     UsageEvent,
 )
 from engine.core.interfaces.request import SamplingParams
 from engine.servers.access.auth import SERVER
+from engine.servers.http.errors import problem
 from engine.servers.openai.schema import ChatBody, CompletionBody
 from engine.servers.schema.body import parse_body
-from engine.servers.serving.generation import OFFLINE_PRIORITY
+from engine.servers.serving.generation import OFFLINE_PRIORITY, loaded_messages
 from engine.servers.serving.services import Services, new_completion_id
 
 logger = logging.getLogger(__name__)
@@ -87,7 +89,7 @@ async def warm(
     owned = [(prompt, _owners(prompt, resolved.cache_identity, tenants)) for prompt in prompts]
     num_skipped = sum(not owners for _, owners in owned)
     owned = [each for each in owned if each[1]][:most]
-    requests = [(_request(prompt, resolved.id), owners) for prompt, owners in owned]
+    requests = [(await _request(services, prompt, resolved), owners) for prompt, owners in owned]
     began, places = time.monotonic(), asyncio.Semaphore(AT_ONCE)
     errors: list[str] = []
     used = {"prompt_tokens": 0, "cached_tokens": 0}
@@ -175,13 +177,18 @@ def _prompt(line: str, where: str) -> Prompt:
     raise ConfigError(f"{where} is neither text nor an object with messages or prompt")
 
 
-def _request(prompt: Prompt, model: str) -> ChatRequest | CompletionRequest:
+async def _request(
+    services: Services, prompt: Prompt, card: ModelCard
+) -> ChatRequest | CompletionRequest:
     context = GenerationContext(
-        request_id="", params=SamplingParams(max_tokens=1), model=model, priority=OFFLINE_PRIORITY
+        request_id="", params=SamplingParams(max_tokens=1), model=card.id, priority=OFFLINE_PRIORITY
     )
     if isinstance(prompt, dict) and "messages" in prompt:
-        chat = parse_body(ChatBody, {"messages": prompt["messages"], "model": model})
-        return ChatRequest(context=context, messages=chat.messages)
-    text = prompt if isinstance(prompt, str) else prompt["prompt"]
-    body = parse_body(CompletionBody, {"prompt": text, "model": model})
+        chat = parse_body(ChatBody, {"messages": prompt["messages"], "model": card.id})
+        messages = await loaded_messages(services, card, chat.messages)
+        return ChatRequest(context=context, messages=messages)
+    text = prompt if isinstance(prompt, str) else prompt.get("prompt")
+    if text is None:
+        raise problem("prompts", "should be texts, or objects with messages or prompt")
+    body = parse_body(CompletionBody, {"prompt": text, "model": card.id})
     return CompletionRequest(context=context, prompt=body.prompt[0])

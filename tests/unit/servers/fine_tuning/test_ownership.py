@@ -15,6 +15,7 @@ import pytest
 from engine.core.key_file import add_key, remove_key
 from engine.core.store.adapter_store import kept_adapters
 from engine.finetuning.jobs import TrainingRequest
+from engine.servers.files import store as files_store
 from engine.servers.fine_tuning import routes, runner, store
 from engine.servers.fine_tuning.store import MAX_OPEN_JOBS
 from tests.support.fakes.fake_backend import MODEL
@@ -208,3 +209,41 @@ def test_a_long_job_leaves_turns_to_other_tenants(
     wait_for(owner, long, "succeeded")
     trainer_of(waiting).succeed()
     wait_for(owner, waiting, "succeeded")
+
+
+def test_a_tenant_without_room_for_its_result_file_holds_up_no_other_tenant(
+    server: LiveServer, keys: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, stranger = (client_of(server, keys[name]) for name in ("owner", "stranger"))
+    full, other = create(owner), create(stranger)
+    with monkeypatch.context() as patched:
+        patched.setattr(files_store, "MAX_FILES", 1)  # the training file is one
+        trainer_of(full).succeed()
+        done = wait_for(owner, full, "succeeded")
+    assert not done.result_files and is_usable(server, keys["owner"], done.fine_tuned_model)
+    warned = [each for each in owner.fine_tuning.jobs.list_events(full.id) if each.level == "warn"]
+    assert len(warned) == 1 and "result file" in warned[0].message
+    trainer_of(other).succeed()
+    wait_for(stranger, other, "succeeded")
+
+
+def test_the_number_of_trained_models_of_a_tenant_is_bounded(
+    server: LiveServer, keys: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routes, "MAX_MODELS", 1)
+    model = trained(server, keys["owner"])
+    with pytest.raises(openai.APIStatusError, match="1 fine-tuned models") as caught:
+        create(client_of(server, keys["colleague"]))
+    assert caught.value.status_code == 507
+    assert trained(server, keys["stranger"])
+    assert client_of(server, keys["owner"]).models.delete(model).deleted
+    assert trained(server, keys["owner"])
+
+
+def test_a_filter_of_jobs_has_as_many_pairs_as_metadata_may_have(
+    server: LiveServer, keys: dict[str, str]
+) -> None:
+    query = {f"metadata[{number}]": "a" for number in range(17)}
+    headers = {"authorization": f"Bearer {keys['owner']}"}
+    answer = httpx.get(f"{server.url}/v1/fine_tuning/jobs", params=query, headers=headers)
+    assert answer.status_code == 400 and "16" in answer.json()["error"]["message"]

@@ -148,6 +148,30 @@ def test_caches_are_warmed_for_every_tenant(admin: Admin, tmp_path: Path) -> Non
     assert flushed.exit_code == 2 and "flushed" in flushed.output  # a fake has no cache
 
 
+IMAGE = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        {},
+        {"prompt": None},
+        {"prompt": []},
+        {"prompt": {}},
+        {"messages": None},
+        {"messages": [{"role": "user", "content": [IMAGE]}]},
+    ],
+)
+def test_objects_without_a_prompt_are_not_warmed(admin: Admin, prompt: dict[str, Any]) -> None:
+    answer = httpx.post(
+        f"{admin.server.url}/v1/admin/cache/warm",
+        json={"prompts": ["a", prompt]},
+        headers={"authorization": f"Bearer {ADMIN}"},
+    )
+    assert answer.status_code == 400, answer.text
+    assert not admin.server.backend.requests
+
+
 def test_the_admin_command_explains_failures(admin: Admin) -> None:
     missing = admin.run("models", key=None)
     assert missing.exit_code == 2 and "LLM_ENGINE_ADMIN_KEY" in missing.output
