@@ -19,7 +19,7 @@ step = @printf '\n==> %s\n' "$(1)"
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help serve programs browser test test-integration compiled test-quick oracle scoreboard test-slow test-gpu test-native test-emulated test-vllm test-vllm-suite test-llamacpp-suite test-clients manifests nightly lint format bench wheel lock sbom clean
+.PHONY: help serve programs browser test test-integration compiled walk test-quick oracle scoreboard test-slow test-gpu test-native test-emulated test-vllm test-vllm-suite test-llamacpp-suite test-clients manifests nightly lint format bench wheel lock sbom clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -78,6 +78,9 @@ browser: programs ## Install the packages of npm that drive Chromium, for the te
 		mkdir -p $(UI) && cp tests/ui/package*.json $(UI) && \
 		npm ci --prefix $(UI) --silent --no-audit --no-fund --ignore-scripts; } || \
 		echo "the driver of Chromium can't be installed, so the page is not tested: see npm's message" >&2
+
+walk: $(VENV)/.dev browser ## Walk at random through the page and keep what fails (ARGS="--walks 500")
+	@$(BIN)/python -m tests.ui.walk $(ARGS)
 
 test-slow: $(VENV)/.dev programs ## Run the long tests
 	@$(BIN)/engine pull $(MODEL)

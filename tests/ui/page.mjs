@@ -32,10 +32,10 @@ export async function ask(page, text) {
 export const answers = (page) => page.locator(".message.assistant");
 
 // Makes the page's fetch answer chats with `chunks`, which are texts. `every` of them come each
-// `ms` milliseconds.
-export async function stubChat(page, chunks, { every = 20, ms = 4 } = {}) {
+// `ms` milliseconds. The connection is lost after `breaksAt` of them.
+export async function stubChat(page, chunks, { every = 20, ms = 4, breaksAt = Infinity } = {}) {
   await page.addInitScript(
-    ({ chunks, every, ms }) => {
+    ({ chunks, every, ms, breaksAt }) => {
       const real = window.fetch;
       window.fetch = (target, options) => {
         if (!String(target).endsWith("v1/chat/completions")) return real(target, options);
@@ -48,6 +48,7 @@ export async function stubChat(page, chunks, { every = 20, ms = 4 } = {}) {
             for (let sent = 0; sent < every && next < chunks.length; sent++) {
               controller.enqueue(event({ delta: { content: chunks[next++] }, finish_reason: null }));
             }
+            if (next >= (breaksAt ?? Infinity)) return controller.error(new TypeError("network error"));
             if (next < chunks.length) return;
             controller.enqueue(event({ delta: {}, finish_reason: "stop" }));
             controller.enqueue(encoder.encode("data: [DONE]\n\n"));
@@ -57,6 +58,13 @@ export async function stubChat(page, chunks, { every = 20, ms = 4 } = {}) {
         return Promise.resolve(new Response(body, { headers: { "content-type": "text/event-stream" } }));
       };
     },
-    { chunks, every, ms },
+    { chunks, every, ms, breaksAt },
   );
+}
+
+// What axe-core finds wrong with the page.
+export async function faults(page, axe) {
+  await page.evaluate(axe);
+  const found = await page.evaluate(() => window.axe.run(document, { resultTypes: ["violations"] }));
+  return found.violations.map((each) => `${each.id}: ${each.nodes.map((node) => node.html.slice(0, 200)).join(" | ")}`);
 }

@@ -4,12 +4,14 @@
 
 from typing import Any
 
+import msgspec
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.core.interfaces.backend import Health, ModelCard
 from engine.servers.access.auth import principal_of
+from engine.servers.schema.body import SamplingBody
 from engine.servers.serving.services import Services, json_response
 
 _DEPRECATED = {"deprecation": "true", "link": '</v1/models>; rel="successor-version"'}
@@ -72,7 +74,14 @@ def _all(services: Services, request: Request) -> dict[str, Any]:
 
 def _one(services: Services, request: Request, model_id: str) -> dict[str, Any]:
     principal = principal_of(request)
-    return _described(services, principal.view(services.find_model(model_id, principal)))
+    card = principal.view(services.find_model(model_id, principal))
+    return _described(services, card) | {"defaults": _defaults(card)}
+
+
+def _defaults(card: ModelCard) -> dict[str, Any]:
+    """The sampling parameters of a chat that sets none, with those of the model's preset."""
+    params = msgspec.structs.asdict(SamplingBody().sampling(card, None, None))
+    return {name: value for name, value in params.items() if name in SamplingBody.model_fields}
 
 
 def _described(services: Services, card: ModelCard) -> dict[str, Any]:

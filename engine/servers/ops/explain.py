@@ -232,9 +232,12 @@ def _decode_causes(timeline: Timeline) -> Iterator[Cause]:
     what = f"{work.num_mixed} of its {work.num_steps} decode steps also computed the prompts of"
     yield Cause("mixed", mixed_s, f"{what} other requests, which took {_s(mixed_s)} longer.")
     own_s = max(wall_s - work.mask_s - mixed_s, 0.0)
-    what = f"It generated {timeline.num_generated} tokens in {_s(wall_s)}, in batches of"
+    what = f"It generated {timeline.num_generated} tokens in {_s(wall_s)}"
     batch = work.num_rows / work.num_steps if work.num_steps else 1.0
-    yield Cause("decode", own_s, f"{what} {batch:.0f} sequences on average.")
+    where = (
+        f"in batches of {batch:.0f} sequences on average" if batch >= 1.5 else "alone in its steps"
+    )
+    yield Cause("decode", own_s, f"{what}, {where}.")
 
 
 def _pauses(timeline: Timeline, since: float, until: float) -> tuple[float, int]:

@@ -1,13 +1,15 @@
 """`/v1/admin/live`: what the server and its engines are doing, a few times a second, as SSE.
 
 One task takes snapshots while somebody watches, and all watchers get the same bytes. Without a
-watcher, nothing runs. `/v1/admin/snapshot` answers with one snapshot.
+watcher, nothing runs. The first event of a stream, `past`, has the last minutes, which the server
+always keeps. `/v1/admin/snapshot` answers with one snapshot.
 """
 
 import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncGenerator
+from itertools import pairwise
 from typing import Any
 from weakref import WeakSet
 
@@ -78,6 +80,7 @@ class LiveView:
 
     async def _frames(self, watcher: Watcher) -> AsyncGenerator[bytes, None]:
         try:
+            yield b"event: past\ndata: " + msgspec.json.encode(self._past()) + b"\n\n"
             if self._taking is None or self._taking.done():
                 self._taking = asyncio.create_task(self._take_all())
                 # If a snapshot fails, the streams end, and their clients connect again.
@@ -138,13 +141,29 @@ class LiveView:
         if len(seen) < 2:
             return {}
         then, before = seen[0]
-        grown = ((name, getattr(stats, name) - getattr(before, name)) for name in RATES)
-        # After a restart of the engine, its counters begin at 0 again.
-        return {name: round(max(count, 0) / (now - then), 2) for name, count in grown}
+        return _grown(then, before, now, stats)
+
+    def _past(self) -> list[dict[str, Any]]:
+        """Points of the last minutes: a time, rates since the point before, and requests."""
+        return [
+            {
+                "at": now,
+                "rates": _grown(then, before, now, stats),
+                "num_running": stats.num_running,
+                "num_waiting": stats.num_waiting,
+            }
+            for (then, before), (now, stats) in pairwise(self._services.watcher.past)
+        ]
 
     def _label(self, tenant: str) -> str:
         """The tenant's name in the keys file, or the start of the hash that identifies it."""
         return self._services.keys.label(Principal(tenant)) or tenant[:8] or "anyone"
+
+
+def _grown(then: float, before: EngineStats, now: float, stats: EngineStats) -> dict[str, float]:
+    grown = ((name, getattr(stats, name) - getattr(before, name)) for name in RATES)
+    # After a restart of the engine, its counters begin at 0 again.
+    return {name: round(max(count, 0) / (now - then), 2) for name, count in grown}
 
 
 def _routes(services: Services) -> dict[str, Any]:

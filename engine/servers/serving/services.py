@@ -4,6 +4,8 @@ import asyncio
 import functools
 import re
 import secrets
+import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -23,6 +25,7 @@ from engine.core.errors import (
     UnavailableError,
 )
 from engine.core.interfaces.backend import ModelCard, Preset
+from engine.core.interfaces.stats import EngineStats
 from engine.core.key_file import NO_LIMITS
 from engine.core.observability.metrics import Metrics
 from engine.servers.access.auth import KeyRing, Principal, principal_of
@@ -46,6 +49,8 @@ NOT_READY_RETRY_S = 5.0
 MAX_BYTES_PER_TOKEN = 16
 _MAX_NAMED_MODELS = 20
 WATCH_INTERVAL_S = 0.5
+PAST_INTERVAL_S = 2.0
+NUM_PAST = 150  # five minutes
 T = TypeVar("T")
 Check = Callable[[Request], Awaitable[None]]
 # Entry of the ASGI scope with the model that the path of a request names. It replaces the model in
@@ -73,6 +78,8 @@ class EngineWatcher:
         self._backend = backend
         self._metrics = metrics
         self._num_restarts = self._num_revived = 0
+        # What the live view shows of the time before it was opened: times with statistics.
+        self.past: deque[tuple[float, EngineStats]] = deque(maxlen=NUM_PAST)
 
     async def run(self) -> None:
         """Call `observe` periodically until cancelled."""
@@ -91,6 +98,9 @@ class EngineWatcher:
         self._num_revived = health.num_revived
         if stats is not None:
             self._metrics.observe(stats)
+            now = time.monotonic()
+            if not self.past or now - self.past[-1][0] >= PAST_INTERVAL_S:
+                self.past.append((now, stats))
         self._metrics.set_ready(health.ready)
 
 

@@ -2,14 +2,16 @@
 import { answers, ask, openChat, settled, stubChat, write } from "../page.mjs";
 
 export async function sends_and_streams({ page, url, check }) {
-  await openChat({ page, url }, { params: { max_tokens: "24", temperature: "0", ignore_eos: true } });
+  await openChat({ page, url }, { params: { max_tokens: "96", temperature: "0", ignore_eos: true } });
   await write(page, "Say hello.");
   await page.locator(".message[aria-busy=true] .md").filter({ hasText: /\w/ }).waitFor();
   await settled(page);
   const figures = await answers(page).locator(".figures").innerText();
-  check.match(figures, /^24 tokens · [\d.]+ tok\/s · first after [\d.]+ s · cut at max tokens/);
+  check.match(figures, /^96 tokens · [\d.]+ tok\/s · first after [\d.]+ s · cut at max tokens/);
   check.match(await page.locator(".context").innerText(), /\d+ \/ 8,192/);
   check.equal(await page.locator(".conversation").innerText(), "Say hello.");
+  const [told] = await page.getByRole("log").allTextContents();
+  check.ok(told.includes((await answers(page).locator(".md").innerText()).slice(0, 20)), told);
 }
 
 export async function stops({ page, url, check }) {
@@ -29,7 +31,7 @@ export async function branches({ page, url, check }) {
   await ask(page, "First words.");
   await page.locator(".message.user").getByRole("button", { name: "Edit" }).click();
   await page.getByLabel("Edit the message").fill("Other words.");
-  await page.getByLabel("Edit the message").press("Control+Enter");
+  await page.getByLabel("Edit the message").press("Enter");
   await settled(page);
   check.equal(await page.locator(".message.user .branches").innerText(), "2/2");
   await answers(page).getByRole("button", { name: "Answer again" }).click();
@@ -269,4 +271,52 @@ export async function a_refusal_is_shown_in_the_end({ page, url, check }) {
   await write(page, "Are you there?");
   await page.getByText("The engine is overloaded.").waitFor();
   check.ok(asked > 1 && asked < 20, `asked ${asked} times`);
+}
+
+export async function continues_an_answer_that_was_cut({ page, url, check }) {
+  await openChat({ page, url }, { params: { max_tokens: "8", temperature: "0" } });
+  await ask(page, "Tell me about the sea.");
+  const before = (await answers(page).locator(".md").innerText()).trim();
+  await answers(page).getByRole("button", { name: "Continue" }).click();
+  await page.waitForFunction((text) => document.querySelector(".message.assistant .md").innerText.trim().length > text.length, before);
+  await settled(page);
+  const after = (await answers(page).locator(".md").innerText()).trim();
+  check.ok(after.startsWith(before), `${before} | ${after}`);
+  check.match(await answers(page).locator(".figures").innerText(), /^16 tokens/);
+}
+
+export async function a_lost_connection_is_told_in_sight({ page, url, check }) {
+  await stubChat(page, Array(200).fill("A line.\n\n"), { every: 20, ms: 20, breaksAt: 120 });
+  await openChat({ page, url });
+  await write(page, "Go on.");
+  const failed = page.locator(".failed", { hasText: "The connection to the server was lost." });
+  await failed.waitFor();
+  check.deepEqual(await failed.getByRole("button").allInnerTexts(), ["Retry", "Continue"]);
+  await page.waitForFunction(() => {
+    const [failed, dock] = [".failed", ".dock"].map((each) => document.querySelector(each).getBoundingClientRect());
+    return failed.top > 0 && failed.bottom <= dock.top;
+  });
+  check.ok((await answers(page).locator(".md").innerText()).startsWith("A line."));
+}
+
+export async function long_messages_fold_and_toasts_cover_nothing({ page, url, check }) {
+  await stubChat(page, ["Read."]);
+  await openChat({ page, url });
+  await ask(page, "A line.\n".repeat(100));
+  const height = () => page.locator(".user-text").evaluate((each) => each.clientHeight);
+  const folded = await height();
+  await page.getByRole("button", { name: /Show all/ }).click();
+  check.ok((await height()) > 4 * folded);
+  await page.locator(".message.user").getByRole("button", { name: "Delete with all that follows" }).click();
+  const [toast, dock] = [await page.locator(".toasts").boundingBox(), await page.locator(".dock").boundingBox()];
+  check.ok(toast.y + toast.height < dock.y);
+}
+
+export async function settings_show_the_values_in_force({ page, url, check }) {
+  await openChat({ page, url }, { params: {} });
+  await page.keyboard.press("Escape");
+  await page.keyboard.press("s");
+  await page.waitForFunction(() => document.querySelector("#param-temperature")?.placeholder === "1");
+  check.equal(await page.locator("#param-max_tokens").getAttribute("placeholder"), "no limit");
+  check.equal(await page.locator("#param-dry_base").getAttribute("placeholder"), "1.75");
 }

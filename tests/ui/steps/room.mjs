@@ -1,4 +1,5 @@
 // The pages Live and Requests show what a real server does.
+import { faults } from "../page.mjs";
 
 const answer = (page, url, tokens) =>
   page.evaluate(
@@ -19,9 +20,7 @@ export async function the_live_view_moves({ page, url, check, axe }) {
   await tokens.waitFor();
   const before = await tokens.innerText();
   await page.waitForFunction((text) => document.querySelector(".lane-what")?.innerText !== text, before);
-  await page.evaluate(axe);
-  const found = await page.evaluate(async () => (await axe.run()).violations.filter((each) => ["serious", "critical"].includes(each.impact)));
-  check.deepEqual(found.map((each) => [each.id, each.nodes.map((node) => node.html.slice(0, 120))]), []);
+  check.deepEqual(await faults(page, axe), []);
   check.ok(await answered);
   // The batch is empty again, and the cache holds the prompt.
   await page.waitForFunction(() => !document.querySelector(".lane"));
@@ -37,12 +36,10 @@ export async function the_waterfall_opens({ page, url, check, axe }) {
   const names = await page.locator(".fall-name").allInnerTexts();
   check.ok(names.includes("prefill") && names.includes("decode"), String(names));
   check.ok((await page.locator(".why").innerText()).length > 10);
-  await page.evaluate(axe);
-  const found = await page.evaluate(async () => (await axe.run()).violations.filter((each) => ["serious", "critical"].includes(each.impact)));
-  check.deepEqual(found.map((each) => [each.id, each.nodes.map((node) => node.html.slice(0, 120))]), []);
+  check.deepEqual(await faults(page, axe), []);
   await page.reload();
   await page.locator(".waterfall .fall").first().waitFor();
-  await page.locator(".detail .icon-btn").click();
+  await page.locator(".detail").getByRole("button", { name: "Close" }).click();
   check.equal(await page.locator(".waterfall").count(), 0);
 }
 

@@ -99,7 +99,7 @@ function KeyDialog({ wrong }) {
   };
   return html`<${Dialog} title="This server needs a key" onClose=${() => keyClosed.set(true)}>
     <form class="stack" onSubmit=${onSubmit}>
-      <p class="muted key-note">The page keeps the key in memory. It is gone when you close or reload the page.</p>
+      <p class="muted key-note">This tab keeps the key until you close it. Other tabs ask for it again.</p>
       <label class="field">
         <span>API key</span>
         <input

@@ -200,7 +200,9 @@ async def test_an_internal_error_is_answered_without_its_text(
 async def test_models_are_listed_and_retrieved(client: httpx.AsyncClient) -> None:
     listed = (await client.get("/v1/models")).json()
     one = (await client.get(f"/v1/models/{MODEL}")).json()
-    assert listed == {"object": "list", "data": [one]}
+    short = {name: each for name, each in one.items() if name != "defaults"}
+    assert listed == {"object": "list", "data": [short]}
+    assert (one["defaults"]["temperature"], one["defaults"]["max_tokens"]) == (1.0, None)
     assert one["object"] == "model"
     assert one["max_model_len"] == one["context_length"] == 4096
     engines = await client.get("/v1/engines")

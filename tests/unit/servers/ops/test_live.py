@@ -11,11 +11,13 @@ import pytest
 from engine.core.errors import RateLimitError
 from engine.core.interfaces.request import Control, ControlReply
 from engine.core.interfaces.snapshot import MAX_NODES, MAX_WAITING, EngineSnapshot
+from engine.core.interfaces.stats import EngineStats
 from engine.core.observability.metrics import Metrics
 from engine.runtime.insight.snapshot import WATCHED_S, SnapshotTaker
 from engine.servers.app import create_app
 from engine.servers.ops import live
 from engine.servers.ops.live import LiveView
+from engine.servers.serving.services import NUM_PAST
 from tests.support.fakes.fake_backend import FakeBackend
 from tests.support.servers.live_server import make_settings
 from tests.support.toy_engine.engine import ToyEngine
@@ -107,6 +109,8 @@ async def test_all_watchers_share_one_snapshot(monkeypatch: pytest.MonkeyPatch) 
     await asyncio.sleep(0.05)
     assert not taken, "nobody watches"
     streams = [view.watch(), view.watch()]
+    for each in streams:
+        assert await anext(each) == b"event: past\ndata: []\n\n"
     seen = [[await anext(each) for _ in range(3)] for each in streams]
     assert set(seen[0]) & set(seen[1]) or len(taken) >= 6
     assert json.loads(seen[0][0].removeprefix(b"data: "))["in_flight"] == 0
@@ -118,6 +122,23 @@ async def test_all_watchers_share_one_snapshot(monkeypatch: pytest.MonkeyPatch) 
     count = len(taken)
     await asyncio.sleep(0.05)
     assert len(taken) == count
+
+
+async def test_a_live_stream_begins_with_the_last_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = FakeBackend()
+    services = create_app(make_settings(), backend, Metrics("m")).state.services
+    for second in range(0, 1000, 1):  # the watcher looks more often than it keeps
+        stats = EngineStats(generated_tokens=10 * second, num_running=second % 7)
+        monkeypatch.setattr(backend, "stats", lambda stats=stats: stats)
+        monkeypatch.setattr("time.monotonic", lambda second=second: 100.0 + second)
+        services.watcher.observe()
+    monkeypatch.undo()
+    stream = LiveView(services).watch()
+    past = json.loads((await anext(stream)).removeprefix(b"event: past\ndata: "))
+    await stream.aclose()
+    assert len(past) == NUM_PAST - 1 and past[-1]["at"] == 1098.0
+    assert {each["rates"]["generated_tokens"] for each in past} == {10.0}
+    assert past[-1]["num_running"] == 998 % 7
 
 
 async def test_a_failing_snapshot_ends_the_live_streams(monkeypatch: pytest.MonkeyPatch) -> None:

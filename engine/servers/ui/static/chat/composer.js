@@ -1,9 +1,10 @@
 // The field in which messages are written, with attached files and images.
-import { html, useEffect, useRef, useState } from "../lib/html.js";
+import { html, useEffect, useLayoutEffect, useRef } from "../lib/html.js";
 import { Icon, IconButton, toast } from "../lib/parts.js";
-import { server } from "../lib/server.js";
+import { contextOf, server } from "../lib/server.js";
 import { useStore } from "../lib/store.js";
 import { chosenModels, isRunning, send, stop } from "./generate.js";
+import { draft, NOTHING, setDraft } from "./drafts.js";
 import { chat, runs, settings } from "./state.js";
 
 const MAX_FILE = 1_000_000;
@@ -50,31 +51,30 @@ export function Composer({ field }) {
   const { state, models } = useStore(server);
   useStore(runs);
   useStore(settings);
-  const [text, setText] = useState("");
-  const [attached, setAttached] = useState({ images: [], files: [] });
+  const { text, images, files } = useStore(draft);
   const picker = useRef(null);
   const running = isRunning();
-  useEffect(() => grow(field.current), [text]);
+  useLayoutEffect(() => grow(field.current), [text]);
   useEffect(() => {
     // On a phone, the focus would open the keyboard.
     if (!matchMedia("(pointer: coarse)").matches) field.current.focus({ preventScroll: true });
   }, [meta.id]);
 
   const attach = async (given) => {
+    const { key } = draft.value;
     const found = await readFiles(given);
-    setAttached((old) => ({ images: [...old.images, ...found.images], files: [...old.files, ...found.files] }));
+    setDraft((old) => ({ images: [...old.images, ...found.images], files: [...old.files, ...found.files] }), key);
   };
-  const isEmpty = !text.trim() && !attached.images.length && !attached.files.length;
+  const isEmpty = !text.trim() && !images.length && !files.length;
   const submit = () => {
     if (isEmpty || running) return;
-    const blind = attached.images.length ? blindModels() : [];
+    const blind = images.length ? blindModels() : [];
     if (blind.length) return toast(`${blind.join(" and ")} can't read images: remove them, or choose another model.`);
     const fields = { content: text };
-    if (attached.images.length) fields.images = attached.images;
-    if (attached.files.length) fields.files = attached.files;
+    if (images.length) fields.images = images;
+    if (files.length) fields.files = files;
+    setDraft(() => NOTHING);
     send(meta.leaf && nodes.has(meta.leaf) ? meta.leaf : null, fields);
-    setText("");
-    setAttached({ images: [], files: [] });
   };
   const onKey = (event) => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
@@ -98,8 +98,8 @@ export function Composer({ field }) {
     onDragOver=${(event) => event.preventDefault()}
     onDrop=${onDrop}
   >
-    <${Attached} attached=${attached} setAttached=${setAttached} />
-    <textarea id="composer" ref=${field} rows="1" aria-label="Message" placeholder=${placeholder} value=${text} onInput=${(event) => setText(event.target.value)} onKeyDown=${onKey} onPaste=${onPaste}></textarea>
+    <${Attached} images=${images} files=${files} />
+    <textarea id="composer" ref=${field} rows="1" aria-label="Message" placeholder=${placeholder} value=${text} onInput=${(event) => setDraft(() => ({ text: event.target.value }))} onKeyDown=${onKey} onPaste=${onPaste}></textarea>
     <div class="composer-row">
       <input type="file" class="hidden" multiple ref=${picker} aria-label="Files to attach" onChange=${(event) => (attach([...event.target.files]), (event.target.value = ""))} />
       <${IconButton} icon="attach" label="Attach files or images" onClick=${() => picker.current.click()} />
@@ -118,12 +118,12 @@ function grow(field) {
   field.style.height = `${Math.min(field.scrollHeight, innerHeight * 0.4)}px`;
 }
 
-function Attached({ attached, setAttached }) {
-  if (!attached.images.length && !attached.files.length) return null;
-  const without = (kind, gone) => setAttached({ ...attached, [kind]: attached[kind].filter((each) => each !== gone) });
+function Attached({ images, files }) {
+  if (!images.length && !files.length) return null;
+  const without = (kind, gone) => setDraft((old) => ({ [kind]: old[kind].filter((each) => each !== gone) }));
   return html`<ul class="attached-list">
-    ${attached.images.map((each) => html`<li><img src=${each.url} alt="" /><span>${each.name}</span><${IconButton} icon="close" class="small" label=${`Remove ${each.name}`} onClick=${() => without("images", each)} /></li>`)}
-    ${attached.files.map((each) => html`<li><span>${each.name}</span><${IconButton} icon="close" class="small" label=${`Remove ${each.name}`} onClick=${() => without("files", each)} /></li>`)}
+    ${images.map((each) => html`<li><img src=${each.url} alt="" /><span>${each.name}</span><${IconButton} icon="close" class="small" label=${`Remove ${each.name}`} onClick=${() => without("images", each)} /></li>`)}
+    ${files.map((each) => html`<li><span>${each.name}</span><${IconButton} icon="close" class="small" label=${`Remove ${each.name}`} onClick=${() => without("files", each)} /></li>`)}
   </ul>`;
 }
 
@@ -131,11 +131,11 @@ function Attached({ attached, setAttached }) {
 function ContextMeter({ nodes, leaf, models }) {
   let node = nodes.get(leaf);
   while (node && !node.stats?.prompt) node = nodes.get(node.parent);
-  const limit = models.find((each) => each.id === node?.model)?.max_model_len;
-  if (!node || !limit) return null;
+  if (!node) return null;
+  const limit = contextOf(models.find((each) => each.id === node.model));
   const used = node.stats.prompt + node.stats.tokens;
   return html`<span class="context muted num" title="Tokens of the context that the conversation has used">
-    <span class="track"><span style=${{ width: `${Math.min(100, (100 * used) / limit)}%` }}></span></span>
-    ${used.toLocaleString()} / ${limit.toLocaleString()}
+    ${limit && html`<span class="track"><span style=${{ width: `${Math.min(100, (100 * used) / limit)}%` }}></span></span>`}
+    ${used.toLocaleString()} ${limit ? `/ ${limit.toLocaleString()}` : "tokens"}
   </span>`;
 }

@@ -41,17 +41,34 @@ export async function readNodes(id) {
   return new Map(found.map(({ conversation, ...node }) => [node.id, node]));
 }
 
-export function writeConversation(meta, changed = []) {
-  return transact("readwrite", (conversations, nodes) => {
-    for (const node of changed) nodes.put({ ...node, conversation: meta.id });
+// Keeps a whole conversation.
+export function writeConversation(meta, nodes) {
+  return transact("readwrite", (conversations, kept) => {
+    for (const node of nodes) kept.put({ ...node, conversation: meta.id });
     return conversations.put(meta);
   });
 }
 
-export function removeNodes(meta, ids) {
+// Changes fields of a kept conversation, adds or changes nodes, and removes those named by `gone`. Another tab may have
+// changed other fields meanwhile, so they are not written; if it has deleted the conversation, nothing is.
+export function updateConversation(id, fields, changed = [], gone = []) {
   return transact("readwrite", (conversations, nodes) => {
-    for (const id of ids) nodes.delete([meta.id, id]);
-    return conversations.put(meta);
+    const asked = conversations.get(id);
+    asked.onsuccess = () => {
+      if (!asked.result) return;
+      for (const node of changed) nodes.put({ ...node, conversation: id });
+      for (const each of gone) nodes.delete([id, each]);
+      if (Object.keys(fields).length) conversations.put({ ...asked.result, ...fields });
+    };
+    return asked;
+  });
+}
+
+// Keeps nodes while the page is being closed: nothing is read first, because its result would not be waited for.
+export function keepAtOnce(id, nodes) {
+  return transact("readwrite", (_, kept) => {
+    for (const node of nodes) kept.put({ ...node, conversation: id });
+    kept.transaction.commit();
   });
 }
 

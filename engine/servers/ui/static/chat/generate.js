@@ -4,7 +4,8 @@ import { toast } from "../lib/parts.js";
 import { refresh, server } from "../lib/server.js";
 import { chatBody, responseBody } from "./request.js";
 import { Run } from "./run.js";
-import { change, changeIn, chat, keepDraft, runs, settings } from "./state.js";
+import { change, changeIn, chat, draftOf, keepDraft, removeQuietly, runs, settings } from "./state.js";
+import { tellWhileItGrows } from "./tabs.js";
 import { newId, newNode } from "./tree.js";
 
 // After this long without a pause, reading lets the page draw.
@@ -47,32 +48,62 @@ export function giveResult(assistant, results) {
 }
 
 // Asks all chosen models for answers to the message `parent`.
-export async function answer(parent) {
+export function answer(parent) {
   const kept = settings.value;
-  const { meta } = chat.value;
+  const { id } = chat.value.meta;
   const models = chosenModels();
   if (!models.length) models.push(""); // the server has told of no model yet
   const group = newId();
-  const started = [];
+  const asked = [];
   let order = 0;
   for (const model of models) {
     const controller = new AbortController();
     const made = Array.from({ length: kept.answers }, () => {
       const fields = { model, group, order: order++, format: kept.format };
-      return new Run(newNode(parent, "assistant", fields), meta.id, controller);
+      return new Run(newNode(parent, "assistant", fields), id, controller);
     });
-    started.push({ model, made, controller });
+    asked.push({ model, made, controller });
   }
-  const all = started.flatMap(({ made }) => made);
-  change({ leaf: all[0].node.id, system: kept.system }, all.map((run) => run.node));
+  return runAll(asked, parent, kept);
+}
+
+// Whether an answer was cut off, and the model can go on with it.
+export function canContinue(node) {
+  const isCut = ["error", "stopped", "interrupted", "length"].includes(node.finish);
+  return isCut && Boolean(node.content) && !node.toolCalls?.length && !node.responseId;
+}
+
+// Asks the model for the rest of an answer.
+export function continueAnswer(node) {
+  const controller = new AbortController();
+  const made = [new Run({ ...node, finish: undefined, error: undefined }, chat.value.meta.id, controller)];
+  const kept = { ...settings.value, answers: 1, stored: false };
+  return runAll([{ model: node.model, made, controller }], node.parent, kept);
+}
+
+// Asks again for an answer that failed. If nothing of it came, the new answer takes its place.
+export function retry(node) {
+  if (!node.content && !node.toolCalls?.length) removeQuietly(node.id);
+  return answer(node.parent);
+}
+
+// `asked` are the models with the answers that each of them writes.
+async function runAll(asked, parent, kept) {
+  const all = asked.flatMap(({ made }) => made);
+  change({ leaf: all[0].node.id }, all.map(draftOf));
   runs.set(new Map([...runs.value, ...all.map((run) => [run.node.id, run])]));
+  const { meta, nodes } = chat.value;
+  const untell = all.map(tellWhileItGrows);
   const keeping = setInterval(() => {
     for (const run of all) if (runs.value.has(run.node.id)) keepDraft(run);
   }, KEEP_EVERY_MS);
-  await Promise.all(started.map(({ model, made, controller }) => runModel(parent, kept, model, made, controller)));
+  const conversation = { nodes, parent, system: meta.system };
+  await Promise.all(asked.map((each) => runModel(conversation, kept, each)));
   clearInterval(keeping);
+  for (const end of untell) end();
 }
 
+// Stops one answer, or all of the conversation that is shown.
 export function stop(nodeId) {
   const { id } = chat.value.meta;
   for (const run of runs.value.values()) {
@@ -80,8 +111,7 @@ export function stop(nodeId) {
   }
 }
 
-async function runModel(parent, kept, model, made, controller) {
-  const { nodes } = chat.value;
+async function runModel(conversation, kept, { model, made, controller }) {
   let failure = null;
   try {
     await untilReady(made, controller.signal);
@@ -89,9 +119,9 @@ async function runModel(parent, kept, model, made, controller) {
     if (!asked) throw new Error("The server has no model that can chat.");
     for (const run of made) run.node = { ...run.node, model: asked };
     if (kept.stored) {
-      await Promise.all(made.map((run) => respond(run, responseBody(nodes, parent, kept, asked), controller.signal)));
+      await Promise.all(made.map((run) => respond(run, responseBody(conversation, kept, asked), controller.signal)));
     } else {
-      await complete(made, chatBody(nodes, parent, kept, asked), controller.signal);
+      await complete(made, chatBody(conversation, kept, asked, made[0].text), controller.signal);
     }
   } catch (error) {
     failure = error;
@@ -110,8 +140,9 @@ function finish(run, failure) {
   }
   const left = new Map(runs.value);
   left.delete(run.node.id);
-  changeIn(run.conversation, {}, [{ ...run.node, ...fields }]);
+  changeIn(run.conversation, {}, [{ ...run.node, ...fields }], [run.node.id]);
   runs.set(left);
+  run.end();
 }
 
 // Waits while the server is not there or its model is loading.

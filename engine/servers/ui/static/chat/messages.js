@@ -3,7 +3,7 @@ import { html, useEffect, useRef, useState } from "../lib/html.js";
 import { Markdown } from "../lib/markdown.js";
 import { copyText, IconButton, toast } from "../lib/parts.js";
 import { useStore } from "../lib/store.js";
-import { answer, isRunning, send } from "./generate.js";
+import { answer, canContinue, continueAnswer, isRunning, retry, send } from "./generate.js";
 import { JsonAnswer, ToolCalls, ToolResults } from "./parsed.js";
 import { fullText } from "./request.js";
 import { change, chat, goTo, removeMessage, runs, show } from "./state.js";
@@ -25,6 +25,20 @@ export function Messages({ tokens, editing, setEditing, onShow }) {
       )}
     </section>`;
   });
+}
+
+// Tells screen readers of each answer when it has ended; while it grows, they would read parts of it again and again.
+export function Announcer() {
+  const { nodes } = useStore(chat);
+  const active = useStore(runs);
+  const before = useRef([]);
+  const [text, setText] = useState("");
+  useEffect(() => {
+    const ended = before.current.filter((id) => !active.has(id) && nodes.has(id)).map((id) => nodes.get(id));
+    before.current = [...active.keys()];
+    if (ended.length) setText(ended.map((node) => [node.model, node.content, node.error].filter(Boolean).join(": ")).join("\n"));
+  }, [active]);
+  return html`<div class="sr" role="log" aria-live="polite" aria-label="Answers">${text}</div>`;
 }
 
 const NAMES = { user: "You", tool: "Tool result" };
@@ -54,8 +68,19 @@ function UserBody({ node }) {
   return html`<div class="user-body">
     ${(node.images ?? []).map((image) => html`<img class="attached" src=${image.url} alt=${image.name} />`)}
     ${(node.files ?? []).map((file) => html`<details class="file"><summary>${file.name} <span class="muted num">${file.text.length.toLocaleString()} characters</span></summary><pre class="plain" tabindex="0">${file.text}</pre></details>`)}
-    ${node.content && html`<div class="user-text">${node.content}</div>`}
+    ${node.content && html`<${UserText} key=${node.id} text=${node.content} />`}
   </div>`;
+}
+
+// A message longer than this is folded.
+const MAX_LINES = 16;
+const MAX_CHARACTERS = 1500;
+
+function UserText({ text }) {
+  const [open, setOpen] = useState(false);
+  const isLong = text.length > MAX_CHARACTERS || text.split("\n", MAX_LINES + 1).length > MAX_LINES;
+  return html`<div class=${isLong && !open ? "user-text folded" : "user-text"}>${text}</div>
+    ${isLong && html`<button type="button" class="link" aria-expanded=${open} onClick=${() => setOpen(!open)}>${open ? "Show less" : `Show all ${text.length.toLocaleString()} characters`}</button>`}`;
 }
 
 // The parts of a run that change rarely. The text itself is watched by those that show it.
@@ -81,8 +106,8 @@ function useRun(run) {
 function AnswerBody({ node, run, tokens, onShow }) {
   useRun(run);
   const text = run ? run.text : node.content;
-  const reasoning = run?.reasoning ?? node.reasoning;
-  const calls = run?.toolCalls ?? node.toolCalls ?? [];
+  const reasoning = run ? run.reasoning : node.reasoning;
+  const calls = (run ? run.toolCalls : node.toolCalls) ?? [];
   const known = run?.tokens ?? node.tokens;
   const isJson = node.format && node.format !== "text" && !calls.length;
   const answered = calls.length && childrenOf(chat.value.nodes, node.id).length;
@@ -95,8 +120,19 @@ function AnswerBody({ node, run, tokens, onShow }) {
         : html`<${Markdown} text=${text} run=${run} onShow=${onShow} />`}
     ${calls.length > 0 && html`<${ToolCalls} calls=${calls} />`}
     ${calls.length > 0 && !run && !answered && html`<${ToolResults} node=${node} />`}
-    ${node.error && html`<p class="notice bad" role="alert">${node.error}</p>`}
+    ${node.error && !run && html`<${Failure} node=${node} onShow=${onShow} />`}
   `;
+}
+
+// Why an answer failed, and what can be done about it. It is scrolled into view if the answer's end was in sight.
+function Failure({ node, onShow }) {
+  useEffect(() => onShow?.(), []);
+  return html`<div class="notice bad failed" role="alert">
+    <span>${node.error}</span>
+    <span class="grow"></span>
+    <button type="button" class="btn" onClick=${() => unlessRunning(() => retry(node))}>Retry</button>
+    ${canContinue(node) && html`<button type="button" class="btn" onClick=${() => unlessRunning(() => continueAnswer(node))}>Continue</button>`}
+  </div>`;
 }
 
 function Reasoning({ text, thinking }) {
@@ -111,15 +147,15 @@ function Editor({ node, onClose }) {
   const field = useRef(null);
   useEffect(() => field.current.focus(), []);
   const save = () => {
+    if (text === node.content) return onClose();
+    if (node.role === "user") return unlessRunning(() => (onClose(), send(node.parent, { content: text, images: node.images, files: node.files })));
     onClose();
-    if (text === node.content) return;
-    if (node.role === "user") return send(node.parent, { content: text, images: node.images, files: node.files });
     const edited = newNode(node.parent, "assistant", { content: text, model: node.model, finish: "edited" });
     change({ leaf: edited.id }, [edited]);
   };
   const onKey = (event) => {
     if (event.key === "Escape") onClose();
-    else if (event.key === "Enter" && (event.metaKey || event.ctrlKey)) save();
+    else if (event.key === "Enter" && !event.shiftKey && !event.isComposing) save();
     else return;
     event.preventDefault();
     event.stopPropagation();
@@ -136,14 +172,12 @@ function Editor({ node, onClose }) {
 }
 
 // An answer that still runs would be kept without the message that it belongs to.
-function remove(node) {
-  if (isRunning()) return toast("Stop the answer first.");
-  removeMessage(node.id);
+function unlessRunning(work) {
+  return isRunning() ? toast("Stop the answer first.") : work();
 }
 
 export function regenerate(node) {
-  if (isRunning()) return toast("Stop the answer first.");
-  return answer(node.role === "assistant" ? node.parent : node.id);
+  return unlessRunning(() => answer(node.role === "assistant" ? node.parent : node.id));
 }
 
 function Actions({ node, nodes, column, setEditing }) {
@@ -160,7 +194,8 @@ function Actions({ node, nodes, column, setEditing }) {
     <${IconButton} icon="copy" label="Copy" keys="c" class="small" onClick=${copy} />
     ${node.role !== "tool" && html`<${IconButton} icon="edit" label="Edit" keys="e" class="small" onClick=${() => setEditing(node.id)} />`}
     ${!(column && node.role === "user") && html`<${IconButton} icon="redo" label=${node.role === "assistant" ? "Answer again" : "Answer this"} keys="r" class="small" onClick=${() => regenerate(node)} />`}
-    <${IconButton} icon="trash" label="Delete with all that follows" class="small" onClick=${() => remove(node)} />
+    <${IconButton} icon="trash" label="Delete with all that follows" class="small" onClick=${() => unlessRunning(() => removeMessage(node.id))} />
+    ${canContinue(node) && !node.error && html`<button type="button" class="link" onClick=${() => unlessRunning(() => continueAnswer(node))}>Continue</button>`}
     ${node.role === "assistant" && html`<${Figures} stats=${node.stats} finish=${node.finish} responseId=${node.responseId} />`}
   </footer>`;
 }
@@ -169,7 +204,7 @@ const ENDS = { length: "cut at max tokens", stopped: "stopped", edited: "edited"
 
 export function Figures({ stats, finish, responseId }) {
   const parts = [];
-  if (stats?.tokens) parts.push(`${stats.tokens.toLocaleString()} tokens`);
+  if (stats?.tokens) parts.push(`${stats.tokens.toLocaleString()} token${stats.tokens === 1 ? "" : "s"}`);
   if (stats?.perSecond) parts.push(`${stats.perSecond.toFixed(1)} tok/s`);
   if (stats?.firstTokenS !== undefined) parts.push(`first after ${stats.firstTokenS.toFixed(2)} s`);
   const prompt = stats?.prompt ? `prompt of ${stats.prompt.toLocaleString()} tokens, ${stats.cached.toLocaleString()} of them cached` : "";
@@ -186,6 +221,6 @@ function RunFoot({ run }) {
   }, [run]);
   return html`<footer class="actions running">
     <span class="dot loading"></span>
-    ${run.waitsFor ? html`<span>${run.waitsFor}…</span>` : html`<${Figures} stats=${run.stats} />`}
+    ${run.waitsFor ? html`<span class="waits">${run.waitsFor}…</span>` : html`<${Figures} stats=${run.stats} />`}
   </footer>`;
 }

@@ -1,13 +1,13 @@
 // The sampling parameters that the settings show. `kind` is "number", "whole", "list" (a text for
-// each line), "flag" or "json".
+// each line), "flag" or "json". `absent` says what holds if there is no value.
 
 export const PARAMS = [
   { name: "temperature", label: "Temperature", kind: "number", min: 0, max: 5, step: 0.1, main: true, hint: "0 always takes the likeliest token." },
-  { name: "max_tokens", label: "Max tokens", kind: "whole", min: 1, main: true, hint: "Where the answer is cut off." },
+  { name: "max_tokens", label: "Max tokens", kind: "whole", min: 1, main: true, absent: "no limit", hint: "Where the answer is cut off." },
   { name: "top_p", label: "Top-p", kind: "number", min: 0, max: 1, step: 0.05, main: true, hint: "Keeps the likeliest tokens whose probabilities sum to this." },
   { name: "top_k", label: "Top-k", kind: "whole", min: -1, main: true, hint: "Keeps this many of the likeliest tokens." },
   { name: "min_p", label: "Min-p", kind: "number", min: 0, max: 1, step: 0.01, main: true, hint: "Drops tokens below this share of the likeliest one's probability." },
-  { name: "seed", label: "Seed", kind: "whole", main: true, hint: "The same seed gives the same answer." },
+  { name: "seed", label: "Seed", kind: "whole", main: true, absent: "random", hint: "The same seed gives the same answer." },
   { name: "stop", label: "Stop at", kind: "list", main: true, hint: "One text for each line." },
   { name: "repetition_penalty", label: "Repetition penalty", kind: "number", min: 0, max: 2, step: 0.05 },
   { name: "frequency_penalty", label: "Frequency penalty", kind: "number", min: -2, max: 2, step: 0.1 },
@@ -33,9 +33,9 @@ export const PARAMS = [
   { name: "bad_words", label: "Forbidden texts", kind: "list" },
   { name: "stop_regex", label: "Stop at a pattern", kind: "list", hint: "Regular expressions, one for each line." },
   { name: "stop_token_ids", label: "Stop at tokens", kind: "json", hint: "A list of token ids, such as [2]." },
-  { name: "allowed_token_ids", label: "Allowed tokens", kind: "json", hint: "A list of token ids." },
+  { name: "allowed_token_ids", label: "Allowed tokens", kind: "json", absent: "all", hint: "A list of token ids." },
   { name: "logit_bias", label: "Logit bias", kind: "json", hint: 'Such as {"50256": -100}.' },
-  { name: "samplers", label: "Order of samplers", kind: "json", hint: 'Such as ["top_k", "temperature"].' },
+  { name: "samplers", label: "Order of samplers", kind: "json", absent: "the usual order", hint: 'Such as ["top_k", "temperature"].' },
   { name: "reasoning_effort", label: "Reasoning effort", kind: "text", hint: "Such as low, medium, high." },
   { name: "chat_template_kwargs", label: "Chat template options", kind: "json", hint: 'Such as {"enable_thinking": false}.' },
 ];

@@ -49,10 +49,15 @@ function chatMessage(node) {
 // Answers without any content, such as failed ones, are not sent.
 const isSent = (node) => node.role !== "assistant" || node.content || node.toolCalls?.length;
 
-// The body of a request to /v1/chat/completions that answers the message `parent`.
-export function chatBody(nodes, parent, settings, model) {
+// The body of a request to /v1/chat/completions that answers the message `parent` of a conversation
+// `{ nodes, parent, system }`. If the answer has `begun`, the model goes on with it.
+export function chatBody({ nodes, parent, system }, settings, model, begun) {
   const body = { model, messages: pathTo(nodes, parent).filter(isSent).map(chatMessage), stream: true, stream_options: { include_usage: true } };
-  if (settings.system.trim()) body.messages.unshift({ role: "system", content: settings.system });
+  if (system.trim()) body.messages.unshift({ role: "system", content: system });
+  if (begun) {
+    body.messages.push({ role: "assistant", content: begun });
+    Object.assign(body, { add_generation_prompt: false, continue_final_message: true });
+  }
   if (settings.answers > 1) body.n = settings.answers;
   const tools = toolsOf(settings);
   if (tools.length) Object.assign(body, { tools, tool_choice: settings.toolChoice });
@@ -75,14 +80,14 @@ function inputItems(node) {
 
 // As `chatBody`, for /v1/responses. The server keeps the answer. If it keeps the last answer of the
 // path too, only what follows that answer is sent.
-export function responseBody(nodes, parent, settings, model) {
+export function responseBody({ nodes, parent, system }, settings, model) {
   const path = pathTo(nodes, parent).filter(isSent);
   const last = path.findLastIndex((node) => node.role === "assistant");
   const previous = path[last]?.responseId;
   const input = (previous ? path.slice(last + 1) : path).flatMap(inputItems);
   const body = { model, input, stream: true, store: true };
   if (previous) body.previous_response_id = previous;
-  if (settings.system.trim()) body.instructions = settings.system;
+  if (system.trim()) body.instructions = system;
   const tools = toolsOf(settings);
   if (tools.length) Object.assign(body, { tools: tools.map((each) => ({ type: "function", ...each.function })), tool_choice: settings.toolChoice });
   const format = formatOf(settings);

@@ -1,11 +1,13 @@
 // An answer that is being written. Its text grows many times a second, so it is no part of the
 // conversation's nodes until it ends.
 
+// A rate over fewer tokens or less time than this says more about the connection than about the model.
+const MIN_RATE_TOKENS = 16;
+const MIN_RATE_S = 0.2;
+
 export class Run {
-  text = "";
-  reasoning = "";
+  isOwn = true; // of this tab
   toolCalls = [];
-  tokens = []; // with probabilities, if they were asked for
   waitsFor = ""; // why nothing comes yet, such as a model that is loading
   finish = "";
   responseId = "";
@@ -16,11 +18,18 @@ export class Run {
   #firstAt = 0;
   #lastAt = 0;
   #watchers = new Set();
+  #end;
+  ended = new Promise((resolve) => (this.#end = resolve));
 
+  // An answer that is continued has a content already.
   constructor(node, conversation, controller) {
     this.node = node;
     this.conversation = conversation;
     this.controller = controller;
+    this.text = node.content;
+    this.reasoning = node.reasoning ?? "";
+    this.tokens = [...(node.tokens ?? [])]; // with probabilities, if they were asked for
+    this.numBefore = node.stats?.tokens ?? 0;
   }
 
   watch(watcher) {
@@ -33,10 +42,16 @@ export class Run {
     for (const watcher of this.#watchers) watcher(this);
   }
 
+  // Notes that the answer is a part of the conversation now.
+  end() {
+    this.#end();
+  }
+
   // Notes that the request is sent now. Time before that was spent on waiting for the model.
   begin() {
     this.#sentAt = performance.now();
     this.waitsFor = "";
+    this.tell();
   }
 
   noteToken(number = 1) {
@@ -64,11 +79,11 @@ export class Run {
 
   // Figures of the answer so far: tokens, tokens per second, seconds to the first token.
   get stats() {
-    const count = this.tokens.length || this.usage?.completion || this.#count;
+    const count = this.usage?.completion || this.#count;
     const seconds = (this.#lastAt - this.#firstAt) / 1000;
-    const stats = { tokens: count };
+    const stats = { tokens: this.numBefore + count };
     if (this.#firstAt) stats.firstTokenS = (this.#firstAt - this.#sentAt) / 1000;
-    if (count > 1 && seconds > 0) stats.perSecond = (count - 1) / seconds;
+    if (count >= MIN_RATE_TOKENS && seconds >= MIN_RATE_S) stats.perSecond = (count - 1) / seconds;
     if (this.usage) Object.assign(stats, { prompt: this.usage.prompt, cached: this.usage.cached });
     return stats;
   }

@@ -1,4 +1,5 @@
 // The panel with all that is sent beside the messages.
+import { getJson } from "../lib/api.js";
 import { html, useEffect, useState } from "../lib/html.js";
 import { IconButton } from "../lib/parts.js";
 import { server } from "../lib/server.js";
@@ -6,7 +7,7 @@ import { useStore } from "../lib/store.js";
 import { chosenModels } from "./generate.js";
 import { PARAMS, parsed } from "./params.js";
 import { formatOf, toolsOf } from "./request.js";
-import { settings } from "./state.js";
+import { change, chat, settings } from "./state.js";
 
 const MAX_MODELS = 4;
 const EXAMPLE_TOOLS = JSON.stringify(
@@ -32,14 +33,52 @@ function problem(read) {
   }
 }
 
+// The system prompt of the conversation that is shown, and of new ones.
+function setSystem(system) {
+  set({ system });
+  change({ system });
+}
+
+const known = new Map(); // what the server uses where nothing is set, by the model
+
+// The values of parameters that are not set, for the first model that answers.
+function useDefaults() {
+  useStore(server);
+  const name = chosenModels()[0];
+  const [defaults, setDefaults] = useState(known.get(name) ?? {});
+  useEffect(() => {
+    setDefaults(known.get(name) ?? {});
+    if (!name || known.has(name)) return;
+    getJson(`v1/models/${name.split("/").map(encodeURIComponent).join("/")}`).then(
+      (model) => {
+        known.set(name, model.defaults ?? {});
+        setDefaults(known.get(name));
+      },
+      () => {}, // the fields then say "default"
+    );
+  }, [name]);
+  return defaults;
+}
+
+// What a field without a value shows: the value in force.
+function inForce({ name, hint, absent }, defaults) {
+  const value = defaults[name];
+  if (value === undefined) return hint ?? "default";
+  const isNone = value === null || (typeof value === "object" && !Object.keys(value).length);
+  if (isNone) return absent ?? "none";
+  return Array.isArray(value) ? value.map((each) => JSON.stringify(each).slice(1, -1)).join("  ") : String(value);
+}
+
 export function Settings() {
+  const defaults = useDefaults();
   const kept = useStore(settings);
+  const { meta } = useStore(chat);
   const changed = Object.values(kept.params).filter((each) => each !== "" && each !== false).length;
   return html`<div class="settings">
     <${Models} kept=${kept} />
     <label class="field">
       <span>System prompt</span>
-      <textarea class="area" id="system" rows="3" placeholder="How the model should answer" value=${kept.system} onInput=${(event) => set({ system: event.target.value })}></textarea>
+      <textarea class="area" id="system" rows="3" placeholder="How the model should answer" value=${meta.system} onInput=${(event) => setSystem(event.target.value)}></textarea>
     </label>
     <section class="stack">
       <div class="row">
@@ -47,10 +86,10 @@ export function Settings() {
         <span class="grow"></span>
         ${changed > 0 && html`<button type="button" class="link" onClick=${() => set({ params: {} })}>Use defaults</button>`}
       </div>
-      <div class="params">${PARAMS.filter((each) => each.main).map((each) => html`<${Param} key=${each.name} param=${each} kept=${kept} />`)}</div>
+      <div class="params">${PARAMS.filter((each) => each.main).map((each) => html`<${Param} key=${each.name} param=${each} kept=${kept} defaults=${defaults} />`)}</div>
       <details>
         <summary>More parameters</summary>
-        <div class="params">${PARAMS.filter((each) => !each.main).map((each) => html`<${Param} key=${each.name} param=${each} kept=${kept} />`)}</div>
+        <div class="params">${PARAMS.filter((each) => !each.main).map((each) => html`<${Param} key=${each.name} param=${each} kept=${kept} defaults=${defaults} />`)}</div>
       </details>
     </section>
     <${Format} kept=${kept} />
@@ -89,7 +128,7 @@ function Models({ kept }) {
   </section>`;
 }
 
-function Param({ param, kept }) {
+function Param({ param, kept, defaults }) {
   const { name, label, kind, hint, min, max, step } = param;
   const value = kept.params[name] ?? "";
   const onInput = (next) => set({ params: { ...kept.params, [name]: next } });
@@ -100,8 +139,8 @@ function Param({ param, kept }) {
   return html`<label class=${isNumber ? "field" : "field wide"}>
     <span title=${hint}>${label}</span>
     ${isNumber
-      ? html`<input class="input num" type="number" placeholder="default" min=${min} max=${max} step=${step ?? 1} ...${shared} />`
-      : html`<textarea class="area mono" rows="1" placeholder=${hint ?? ""} ...${shared}></textarea>`}
+      ? html`<input class="input num" type="number" placeholder=${inForce(param, defaults)} min=${min} max=${max} step=${step ?? 1} ...${shared} />`
+      : html`<textarea class="area mono" rows="1" placeholder=${inForce(param, defaults)} ...${shared}></textarea>`}
     ${failure && html`<span class="failure">${failure}</span>`}
   </label>`;
 }

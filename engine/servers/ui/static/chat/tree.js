@@ -43,6 +43,14 @@ export function newestLeaf(nodes, id) {
   }
 }
 
+// The leaf that is shown when `nodes` come in place of `before`, of which `leaf` was shown: the newest one below it, or
+// below the last of its ancestors that is still there.
+export function leafNear(nodes, before, leaf) {
+  let id = leaf;
+  while (id !== null && !nodes.has(id)) id = before.get(id)?.parent ?? null;
+  return newestLeaf(nodes, id);
+}
+
 // The nodes that are answers to the same request as `node`, with `node` among them.
 export function groupOf(nodes, node) {
   const siblings = childrenOf(nodes, node.parent);

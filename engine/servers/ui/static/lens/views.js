@@ -59,7 +59,7 @@ export function LensTable({ shown }) {
     const last = rows.length - 1;
     moveFocus(event, { ArrowUp: -1, ArrowDown: 1, ...ENDS }, last - at, rows.length, (next) => choose({ layer: rows[last - next].layer }));
   };
-  return html`<div class="scroll" tabindex="0" role="region" aria-label="Logit lens">
+  return html`<div class="scroll" tabindex="0" role="region" aria-label="Next tokens by layer">
     <table class="lens-table">
       <caption class="sr">The likeliest next tokens after each layer, at token ${position}</caption>
       <thead><tr><th scope="col">Layer</th>${rows[0].top.map((_, rank) => html`<th scope="col">${rank + 1}.</th>`)}</tr></thead>

@@ -1,15 +1,19 @@
-// Requests to the server that served this page. The API key is held in this module's memory alone.
+// Requests to the server that served this page. The API key is kept for the session of this tab alone.
 import { Store } from "./store.js";
 
 // The URL below which all API paths are. It has a prefix if a proxy adds one.
 export const ROOT = new URL("../../../", import.meta.url);
 
-let key = "";
+const KEY = "engine.key";
+let key = sessionStorage.getItem(KEY) ?? "";
 // Whether the server has refused a request because of its key: "", "missing" or "wrong".
 export const keyNeeded = new Store("");
+// How many connections to the server have failed or were lost.
+export const numLost = new Store(0);
 
 export function setKey(given) {
   key = given.trim();
+  sessionStorage.setItem(KEY, key);
   keyNeeded.set("");
 }
 
@@ -42,8 +46,7 @@ export async function request(path, { method, body, signal, headers } = {}) {
       credentials: "omit",
     });
   } catch (error) {
-    if (error.name === "AbortError") throw error;
-    throw new ApiError(0, { message: "The server can't be reached." }, null);
+    throw lost(error, "The server can't be reached.");
   }
   if (response.ok) return response;
   if (response.status === 401) keyNeeded.set(key ? "wrong" : "missing");
@@ -56,6 +59,13 @@ export async function request(path, { method, body, signal, headers } = {}) {
     fields = { message: text.slice(0, 500) || undefined };
   }
   throw new ApiError(response.status, fields, response.headers.get("x-request-id"));
+}
+
+// The error of a connection that has failed.
+function lost(error, message) {
+  if (error.name === "AbortError") return error;
+  numLost.set((number) => number + 1);
+  return new ApiError(0, { message }, null);
 }
 
 export async function getJson(path, options) {
@@ -73,7 +83,9 @@ export async function* events(response) {
   let pending = "";
   try {
     for (;;) {
-      const { done, value } = await reader.read();
+      const { done, value } = await reader.read().catch((error) => {
+        throw lost(error, "The connection to the server was lost.");
+      });
       if (done) return;
       pending += value.includes("\r") ? value.replace(/\r\n?/g, "\n") : value;
       let end;

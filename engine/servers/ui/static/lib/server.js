@@ -1,16 +1,32 @@
 // What the server serves, and whether it is ready: one store that all pages share.
-import { getJson, hasKey, keyNeeded } from "./api.js";
+import { getJson, hasKey, keyNeeded, numLost } from "./api.js";
 import { Store } from "./store.js";
 
-const READY_EVERY_MS = 15000;
+const READY_EVERY_MS = 3000;
 const WAITING_EVERY_MS = 700;
+// A server that takes longer to tell of its models is down, too.
+const MAX_WAIT_MS = 8000;
+
+// What a server reports for a model whose context length another server does not tell.
+const UNKNOWN_CONTEXT = 2 ** 20;
+
+// The context length of a model, or null if nobody knows it.
+export const contextOf = (model) => (model && model.max_model_len > 0 && model.max_model_len !== UNKNOWN_CONTEXT ? model.max_model_len : null);
 
 // `state` is "connecting", "loading", "ready", "locked" (the key is missing) or "down".
 export const server = new Store({ state: "connecting", models: [], detail: "" });
 
 let timer = 0;
 
-export async function refresh() {
+let looking = null;
+
+// Asks the server how it is. Resolves when `server` says so.
+export function refresh() {
+  looking ??= lookAgain().finally(() => (looking = null));
+  return looking;
+}
+
+async function lookAgain() {
   clearTimeout(timer);
   const next = await look();
   // Components are rendered again only if something has changed.
@@ -22,7 +38,7 @@ export async function refresh() {
 
 async function look() {
   try {
-    const { data } = await getJson("v1/models");
+    const { data } = await getJson("v1/models", { signal: AbortSignal.timeout(MAX_WAIT_MS) });
     const models = data.filter((each) => each.capabilities.includes("chat") || each.capabilities.includes("completions"));
     const usable = models.length ? models : data;
     const loading = usable.every((each) => each.state === "loading");
@@ -34,8 +50,10 @@ async function look() {
 }
 
 keyNeeded.watch((needed) => {
-  if (!needed && hasKey()) refresh();
+  if (!needed && hasKey()) Promise.resolve(looking).then(refresh);
 });
+// A connection that was lost may be that of one answer alone, so the server is asked at once.
+numLost.watch(() => looking ?? refresh());
 document.addEventListener("visibilitychange", () => {
   if (!document.hidden) refresh();
 });

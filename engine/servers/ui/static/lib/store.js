@@ -37,17 +37,23 @@ export function useStore(store) {
   return value;
 }
 
-// A store whose value is kept in this browser as JSON.
+// A store of fields that are kept in this browser as JSON. Other tabs keep their own values meanwhile, so only those that
+// change are written.
 export function keptStore(name, fallback) {
   const key = `engine.${name}`;
-  let value = fallback;
-  try {
-    const kept = localStorage.getItem(key);
-    if (kept !== null) value = { ...fallback, ...JSON.parse(kept) };
-  } catch {
-    localStorage.removeItem(key); // it is not JSON
-  }
-  const store = new Store(value);
-  store.watch((next) => localStorage.setItem(key, JSON.stringify(next)));
+  const read = () => {
+    try {
+      return JSON.parse(localStorage.getItem(key)) ?? {};
+    } catch {
+      return {}; // it is not JSON
+    }
+  };
+  let before = { ...fallback, ...read() };
+  const store = new Store(before);
+  store.watch((next) => {
+    const changed = Object.entries(next).filter(([field, value]) => value !== before[field]);
+    before = next;
+    localStorage.setItem(key, JSON.stringify({ ...read(), ...Object.fromEntries(changed) }));
+  });
   return store;
 }

@@ -1,7 +1,7 @@
 // The page at /: conversations with a model.
 import { Composer } from "../chat/composer.js";
 import { chosenModels, isRunning, stop } from "../chat/generate.js";
-import { Messages, regenerate } from "../chat/messages.js";
+import { Announcer, Messages, regenerate } from "../chat/messages.js";
 import { Settings } from "../chat/settings.js";
 import { Sidebar } from "../chat/sidebar.js";
 import { change, chat, conversations, goTo, loadConversations, openConversation, runs, settings, startConversation, view } from "../chat/state.js";
@@ -10,7 +10,7 @@ import { groupOf, pathTo, variantsOf } from "../chat/tree.js";
 import { TreeView } from "../chat/treeview.js";
 import { html, useCallback, useEffect, useMemo, useRef, useState } from "../lib/html.js";
 import { copyText, IconButton, loadStyle, toast } from "../lib/parts.js";
-import { server } from "../lib/server.js";
+import { contextOf, server } from "../lib/server.js";
 import { useShortcuts } from "../lib/shortcuts.js";
 import { useStore } from "../lib/store.js";
 
@@ -33,6 +33,7 @@ export default function Chat() {
   const field = useRef(null);
   const scroller = useRef(null);
   const follow = useFollow(scroller, meta);
+  useEffect(() => setEditing(null), [meta.id]);
   useStore(settings);
   useChatShortcuts({ field, scroller, setEditing, setTokens });
   const hasTokens = settings.value.logprobs || [...nodes.values()].some((each) => each.tokens);
@@ -40,9 +41,10 @@ export default function Chat() {
   return html`<div class=${`chat ${sidebar ? "with-sidebar" : ""} ${panel ? "with-panel" : ""}`}>
     ${sidebar && html`<${Sidebar} />`}
     <main class="thread">
+      ${nodes.size > 0 && html`<h1 class="sr">${meta.title || "Chat"}</h1>`}
       <div class="toolbar">
         <${IconButton} icon="menu" label="Conversations" keys="b" aria-expanded=${sidebar} onClick=${() => toggle({ sidebar: !sidebar })} />
-        <input class="title" aria-label="Title of the conversation" placeholder="New chat" value=${meta.title} onChange=${(event) => nodes.size && change({ title: event.target.value.slice(0, 200) })} />
+        <input class="title" aria-label="Title of the conversation" placeholder="New chat" value=${meta.title} onChange=${(event) => change({ title: event.target.value.slice(0, 200) })} />
         <${ModelNames} />
         ${hasTokens && html`<${IconButton} icon="tokens" label="Tokens" keys="p" aria-pressed=${tokens} onClick=${() => setTokens(!tokens)} />`}
         <${IconButton} icon="download" class="wide-only" label="Export the conversation" keys="x" disabled=${!nodes.size} onClick=${exportShown} />
@@ -54,6 +56,7 @@ export default function Chat() {
           ${nodes.size ? html`<${Messages} tokens=${tokens} editing=${editing} setEditing=${setEditing} onShow=${follow.onShow} />` : html`<${Welcome} field=${field} />`}
         </div>
       </div>
+      <${Announcer} />
       <div class="dock"><${Composer} field=${field} /></div>
     </main>
     ${panel && html`<aside class="panel" aria-label=${panel === "tree" ? "Branches" : "Settings"}>
@@ -110,7 +113,7 @@ function Welcome({ field }) {
   };
   const name = chosenModels()[0];
   const model = models.find((each) => each.id === name);
-  const facts = model && [model.backend, model.quantization, `${model.max_model_len.toLocaleString()} tokens of context`].filter(Boolean).join(" · ");
+  const facts = model && [model.backend, model.quantization, contextOf(model) && `${contextOf(model).toLocaleString()} tokens of context`].filter(Boolean).join(" · ");
   return html`<div class="welcome">
     <h1>${name ?? (state === "loading" ? "The model is loading" : "engine")}</h1>
     <p class="muted">${facts ?? "Write a message; it is sent when the model is ready."}</p>

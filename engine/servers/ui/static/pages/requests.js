@@ -1,7 +1,7 @@
 // The page at /ui/requests: the last requests, and why each took as long as it did.
 import { getJson, keyNeeded } from "../lib/api.js";
 import { html, useEffect, useState } from "../lib/html.js";
-import { IconButton, loadStyle } from "../lib/parts.js";
+import { copyText, IconButton, loadStyle } from "../lib/parts.js";
 import { go, route, urlOf } from "../lib/router.js";
 import { useStore } from "../lib/store.js";
 import { count, seconds, shortId } from "../room/format.js";
@@ -45,7 +45,7 @@ export default function Requests() {
     <div class="page-body">
       <header class="list-head">
         <h1>Requests</h1>
-        ${data && html`<span class="muted">${found.length} of the last ${count(data.kept)}</span>`}
+        ${data && html`<span class="muted">the last ${count(found.length)}</span>`}
         <span class="grow"></span>
         <button type="button" class="btn" aria-pressed=${slowest} onClick=${() => setSlowest(!slowest)}>${slowest ? "Slowest first" : "Newest first"}</button>
       </header>
@@ -88,7 +88,8 @@ function Detail({ id }) {
   const { data, error } = useJson(`/v1/admin/requests/${encodeURIComponent(id)}`);
   return html`<article class="detail card" aria-label="Why this request took as long as it did">
     <header class="card-head">
-      <h2 class="mono">${id}</h2>
+      <h2 class="mono" title=${id}>${id}</h2>
+      <${IconButton} icon="copy" label="Copy the id" class="small" onClick=${() => copyText(id)} />
       <span class="grow"></span>
       <${IconButton} icon="close" label="Close" onClick=${() => go("requests")} />
     </header>

@@ -1,11 +1,13 @@
-// A line chart of the last minute, drawn by uPlot in the colours of the theme.
+// A line chart of the last minutes, drawn by uPlot in the colours of the theme.
 import uPlot from "uplot";
 import { html, useEffect, useRef } from "../lib/html.js";
 import { loadStyle } from "../lib/parts.js";
+import { WINDOW_S } from "./feed.js";
 
 await loadStyle(new URL("../vendor/uplot/uPlot.min.css", import.meta.url).href);
 
-const WINDOW_S = 60;
+const TICK_S = 60;
+const TICKS = Array.from({ length: WINDOW_S / TICK_S + 1 }, (_, index) => index * TICK_S - WINDOW_S);
 const HEIGHT = 168;
 
 function colour(name) {
@@ -28,7 +30,7 @@ function optionsOf(series, width, format) {
     padding: [8, 16, 0, 0],
     scales: { x: { time: false, range: () => [-WINDOW_S, 0] }, y: { range: (_, __, high) => [0, Math.max(high * 1.15, 4)] } },
     axes: [
-      { stroke: faint, font, grid: { show: false }, ticks: { show: false }, size: 24, splits: () => [-60, -45, -30, -15, 0], values: (_, all) => all.map((each) => (each ? `${each} s` : "now")) },
+      { stroke: faint, font, grid: { show: false }, ticks: { show: false }, size: 24, splits: () => TICKS, values: (_, all) => all.map((each) => (each ? `${each / 60} min` : "now")) },
       { stroke: faint, font, grid, ticks: { show: false }, size: 46, values: (_, all) => all.map(format) },
     ],
     series: [

@@ -3,10 +3,10 @@ import { events, keyNeeded, request } from "../lib/api.js";
 import { useEffect, useState } from "../lib/html.js";
 
 const RETRY_MS = 1500;
-// Points of history in the charts: one minute.
-export const MAX_POINTS = 240;
+// The charts show this many seconds.
+export const WINDOW_S = 300;
 
-// `{ now, history, error }`: the latest snapshot, and arrays of the last minute.
+// `{ now, history, error }`: the latest snapshot, and arrays of the last minutes, with which the stream begins.
 export function useFeed() {
   const [state, setState] = useState({ now: null, history: emptyHistory(), error: null });
   useEffect(() => {
@@ -20,8 +20,9 @@ export function useFeed() {
       let error = null;
       try {
         const response = await request("/v1/admin/live", { signal: stream.signal });
-        for await (const { data } of events(response)) {
-          setState((before) => ({ now: data, history: extended(before.history, data), error: null }));
+        for await (const { event, data } of events(response)) {
+          if (event === "past") setState((before) => ({ ...before, history: data.reduce(extended, emptyHistory()) }));
+          else setState((before) => ({ now: data, history: extended(before.history, { ...data, ...data.stats }), error: null }));
         }
       } catch (failure) {
         error = failure.name === "AbortError" ? null : failure;
@@ -53,17 +54,11 @@ function emptyHistory() {
   return { at: [], decode: [], prefill: [], running: [], waiting: [] };
 }
 
-function extended(history, data) {
-  const { rates, stats } = data;
+function extended(history, { at, rates, num_running: running = 0, num_waiting: waiting = 0 }) {
   const computed = (rates.prompt_tokens ?? 0) - (rates.cached_tokens ?? 0);
-  const point = {
-    at: data.at,
-    decode: rates.generated_tokens ?? 0,
-    prefill: Math.max(computed, 0),
-    running: stats?.num_running ?? 0,
-    waiting: stats?.num_waiting ?? 0,
-  };
+  const point = { at, decode: rates.generated_tokens ?? 0, prefill: Math.max(computed, 0), running, waiting };
+  const from = history.at.findIndex((each) => each > at - WINDOW_S);
   const next = {};
-  for (const [name, value] of Object.entries(point)) next[name] = [...history[name].slice(1 - MAX_POINTS), value];
+  for (const [name, value] of Object.entries(point)) next[name] = [...(from < 0 ? [] : history[name].slice(from)), value];
   return next;
 }

@@ -4,6 +4,7 @@ import { count, seconds } from "./format.js";
 
 // A short name and a colour for each cause.
 export const CAUSES = {
+  refused: ["refused", "c6"],
   upload: ["slow upload", "c6"],
   client: ["slow client", "c6"],
   replica_busy: ["replicas busy", "c6"],
@@ -21,7 +22,8 @@ export const CAUSES = {
   priority: ["priority", "c6"],
   prefix: ["same prefix", "c5"],
   tier: ["cache tier", "c5"],
-  cold: ["new prompt", "c3"],
+  prefill_node: ["prefill node", "c5"],
+  cold: ["prefill", "c3"],
   divergence: ["changed prompt", "c3"],
   eviction: ["evicted", "c6"],
   cache_off: ["cache off", "c3"],
