@@ -51,5 +51,9 @@ export const HOSTILE = [
   "```js\n</code></pre><img src=x onerror=" + RUN + ">\n```",
   `| a | b |\n|---|---|\n| <img src=x onerror=${RUN}> | [x](javascript:${RUN}) |`,
   `- [ ] <svg/onload=${RUN}>\n- <a id=app name=title href=#>x</a><img name=title id=getElementById>`,
+  `$\\href{javascript:${RUN}}{click}$`,
+  `$$\\includegraphics{https://evil.example/a.png}$$`,
+  `\\[\\htmlData{a=b}{\\htmlStyle{background: url(https://evil.example/a)}{x}}\\]`,
+  `$"><img src=x onerror=${RUN}>$`,
   `<x-a onclick=${RUN}>{{constructor.constructor('${RUN}')()}}</x-a>`,
 ];

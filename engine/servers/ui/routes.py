@@ -34,6 +34,7 @@ _TYPES = {
     ".mjs": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
     ".webmanifest": "application/manifest+json",
+    ".woff2": "font/woff2",
 }
 # Replaced in index.html by the relative URL of `/ui/`, so that the page also works behind a proxy
 # that adds a prefix to all paths.
@@ -43,9 +44,9 @@ _IMPORT_MAP = re.compile(r'<script type="importmap">(.*?)</script>', re.DOTALL)
 # Types let only DOMPurify make HTML from text.
 _POLICY = (
     "default-src 'none'; script-src 'self' 'sha256-{map_hash}'; style-src 'self';"
-    " img-src 'self' data: blob:; connect-src 'self'; manifest-src 'self'; base-uri 'none';"
-    " form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script';"
-    " trusted-types dompurify"
+    " font-src 'self'; img-src 'self' data: blob:; connect-src 'self'; manifest-src 'self';"
+    " base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
+    " require-trusted-types-for 'script'; trusted-types dompurify"
 )
 _SAFE = {
     "x-content-type-options": "nosniff",

@@ -320,3 +320,27 @@ export async function settings_show_the_values_in_force({ page, url, check }) {
   check.equal(await page.locator("#param-max_tokens").getAttribute("placeholder"), "no limit");
   check.equal(await page.locator("#param-dry_base").getAttribute("placeholder"), "1.75");
 }
+
+const FORMULAS = "Inline $a^2$ and \\(b_1\\), prices of $5 and $10, `$code$`.\n\n$$\\frac{1}{2}\n= x$$\n\n\\[\n\\sqrt{2}\n\\]\n\n$\\wrong{$\n\n";
+const TABLE = "| l | c | r |\n|:--|:-:|--:|\n| a | b | c |\n\n```python\ndef f(x):\n    return \"text\" # note\n```\n";
+
+export async function shows_formulas_colours_and_aligned_tables({ page, url, check }) {
+  const asked = [];
+  page.on("request", (request) => asked.push(new URL(request.url()).pathname));
+  await stubChat(page, ["Plain text."]);
+  await openChat({ page, url });
+  await ask(page, "Hello.");
+  check.deepEqual(asked.filter((each) => /katex|highlight/.test(each)), []); // nothing, until it is needed
+  await stubChat(page, (FORMULAS + TABLE).match(/[^]{1,3}/g));
+  await page.reload();
+  await ask(page, "Show me.");
+  const shown = answers(page).last();
+  await shown.locator(".hljs-keyword").first().waitFor();
+  await page.waitForFunction(() => document.querySelectorAll(".katex").length === 4);
+  check.equal(await shown.locator(".formula").count(), 2);
+  const text = await shown.locator(".md").innerText();
+  check.ok(text.includes("prices of $5 and $10, $code$"), text);
+  check.ok(text.includes("$\\wrong{$"), text);
+  check.deepEqual(await shown.locator("tbody td").evaluateAll((all) => all.map((each) => getComputedStyle(each).textAlign)), ["left", "center", "right"]);
+  check.equal(await page.evaluate(() => document.fonts.check("16px KaTeX_Main")), true);
+}

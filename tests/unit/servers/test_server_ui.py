@@ -134,7 +134,8 @@ def test_vendored_libraries_equal_the_npm_packages() -> None:
     listed = json.loads((VENDOR / "versions.json").read_text())
     assert {each.name for each in VENDOR.iterdir() if each.is_dir()} == listed.keys()
     for name, package in listed.items():
-        files = {each.name for each in (VENDOR / name).iterdir()}
+        inside = (each for each in (VENDOR / name).rglob("*") if each.is_file())
+        files = {each.relative_to(VENDOR / name).as_posix() for each in inside}
         assert files == {"LICENSE", *package["files"]}, name
         for file, facts in package["files"].items():
             content = (VENDOR / name / file).read_bytes()

@@ -5,6 +5,7 @@ import { Marked } from "marked";
 import { BlockSplitter } from "./blocks.js";
 import { html, useEffect, useLayoutEffect, useRef } from "./html.js";
 import { copyText } from "./parts.js";
+import { colour, showFormulas } from "./rich.js";
 
 // How long one task may parse blocks, in milliseconds. The rest waits for the next frame.
 const BUDGET_MS = 10;
@@ -16,7 +17,7 @@ const PURIFY = {
     ...["a", "blockquote", "br", "code", "del", "em", "h1", "h2", "h3", "h4", "h5", "h6", "hr", "li"],
     ...["ol", "p", "pre", "strong", "table", "tbody", "td", "th", "thead", "tr", "ul", "span"],
   ],
-  ALLOWED_ATTR: ["href", "title", "start", "align", "data-lang"],
+  ALLOWED_ATTR: ["href", "title", "start", "align", "data-lang", "data-tex"],
   ALLOW_DATA_ATTR: false,
   ALLOW_ARIA_ATTR: false,
   RETURN_DOM_FRAGMENT: true,
@@ -24,7 +25,26 @@ const PURIFY = {
 
 const escaped = (text) => text.replace(/[&<>"']/g, (each) => `&#${each.charCodeAt(0)};`);
 
+// Formulas: $x$, \(x\), $$x$$ and \[x\]. A dollar before a space or after a price begins or ends none.
+const DISPLAYED = String.raw`\$\$[^]+?\$\$|\\\[[^]+?\\\]`;
+const INLINE = String.raw`\\\([^]+?\\\)|\$(?![\s$])(?:[^$\x60\\\n]|\\[^])+?(?<!\s)\$(?!\d)`;
+
+function formula(level, pattern, start) {
+  const begins = new RegExp(`^(?:${pattern})`);
+  return {
+    name: `formula${level}`,
+    level,
+    start: (source) => source.search(start),
+    tokenizer(source) {
+      const found = begins.exec(source);
+      return found ? { type: `formula${level}`, raw: found[0] } : undefined;
+    },
+    renderer: ({ raw }) => `<span data-tex="1">${escaped(raw)}</span>`,
+  };
+}
+
 const marked = new Marked({
+  extensions: [formula("block", DISPLAYED, /\$\$|\\\[/), formula("inline", `${DISPLAYED}|${INLINE}`, /\$|\\[([]/)],
   gfm: true,
   breaks: true,
   renderer: {
@@ -54,6 +74,7 @@ function parsed(source) {
 // A fragment with the elements of one block.
 export function renderBlock(source) {
   const fragment = DOMPurify.sanitize(parsed(source), PURIFY);
+  showFormulas(fragment);
   for (const link of fragment.querySelectorAll("a")) {
     link.target = "_blank";
     link.rel = "noopener noreferrer nofollow";
@@ -79,6 +100,7 @@ export function renderBlock(source) {
 function codeFrame(lang) {
   const frame = document.createElement("div");
   frame.className = "code";
+  frame.dataset.lang = lang.toLowerCase();
   const head = document.createElement("div");
   head.className = "code-head";
   const name = document.createElement("span");
@@ -174,6 +196,7 @@ export class MarkdownView {
     block.className = "md-block";
     block.append(renderBlock(source));
     this.#tail.before(block);
+    for (const frame of block.querySelectorAll(".code")) colour(frame.querySelector("code"), frame.dataset.lang);
   }
 
   #showTail() {
