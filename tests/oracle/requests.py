@@ -37,6 +37,7 @@ class Menu:
     poisons: tuple[str, ...] = ()  # ways in which a prompt makes its own request fail
     has_deadlines: bool = False
     pools: bool = False  # embeddings of prompts
+    apis: tuple[str, ...] = ()  # in which a request may be sent
 
 
 @dataclass(frozen=True)
@@ -250,6 +251,7 @@ FEATURES: dict[str, Feature] = {
     # How the client takes the answer: each event at once, or a few at a time with long pauses.
     "reader": Feature(0.25, _one(["iterates", "slow"]), is_sampling=False, is_result=False),
     "progress": Feature(0.1, _one([True]), is_sampling=False, is_result=False),
+    "api": Feature(1.0, _of("apis"), is_sampling=False, is_result=False),
     "poison": Feature(0.03, _of("poisons"), is_sampling=False),
     # The request of the history whose prompt and answer this prompt continues. Drawn with a history
     "follows": Feature(0.0, _one([0]), is_sampling=False, is_result=False),

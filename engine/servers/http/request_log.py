@@ -62,7 +62,7 @@ class RequestRecord:
     """Facts about one request, set while it is handled and logged at its end."""
 
     request_id: str
-    started: float = field(default_factory=time.monotonic)
+    started: float = field(default_factory=lambda: time.monotonic())
     num_body_bytes: int = 0  # size of the request body, once it has fully arrived
     body_at: float | None = None  # when the request body had fully arrived
     accepted_at: float | None = None  # when the request was checked, and the backend was asked

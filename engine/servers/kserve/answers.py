@@ -97,24 +97,36 @@ def _head(request_id: str, card: ModelCard) -> dict[str, Any]:
 
 
 class GenerateStream:
-    """The stream of `generate_stream`. Each event has the new text in `text_output`."""
+    """The stream of `generate_stream`. Each event has the new text in `text_output`, and the number
+    of tokens since the last event. Tokens without text are counted in the next event that is sent.
+    """
 
-    def __init__(self, body: TextBody, card: ModelCard, prompt_tokens: int) -> None:
+    def __init__(
+        self, body: TextBody, card: ModelCard, pump: EventPump, prompt_tokens: int
+    ) -> None:
         self._head = _head(body.id, card)
         self._returned = body.returned
+        self._pump = pump
         self._prompt_tokens = prompt_tokens
+        self._num_tokens = self._num_told = 0
 
     def opening(self) -> bytes:
         return b""
 
     def chunk(self, event: OutputEvent) -> bytes:
         if isinstance(event, TextEvent):
-            return self._event(event.text, event.num_tokens) if event.text else b""
+            self._num_tokens += event.num_tokens
+            return self._event(event.text) if event.text else b""
+        if not isinstance(event, FinishEvent):
+            return b""
+        # Events without text are dropped if the client is slow, so their tokens are missing.
+        self._num_tokens = self._pump.choice_tokens[event.choice]
         if isinstance(event, LastTokens):
-            return self._event(event.text.text, event.text.num_tokens, event.reason)
-        if isinstance(event, FinishEvent) and "finish_reason" in self._returned:
-            return self._event("", 0, event.reason)
-        return b""
+            return self._event(event.text.text, event.reason)
+        is_told = self._num_tokens == self._num_told or "num_output_tokens" not in self._returned
+        if is_told and "finish_reason" not in self._returned:
+            return b""
+        return self._event("", event.reason)
 
     def closing(self, usage: UsageEvent) -> bytes:
         return b": end\n\n"  # the protocol has no end marker, and the last chunk can't be empty
@@ -122,12 +134,13 @@ class GenerateStream:
     def failure(self, error: EngineError) -> bytes:
         return b"data: " + plain_error_body(error) + b"\n\n"
 
-    def _event(self, text: str, num_tokens: int, finish_reason: str | None = None) -> bytes:
+    def _event(self, text: str, finish_reason: str | None = None) -> bytes:
         values = {
             "text_output": text,
             "finish_reason": finish_reason,
             "num_input_tokens": self._prompt_tokens,
-            "num_output_tokens": num_tokens,
+            "num_output_tokens": self._num_tokens - self._num_told,
         }
+        self._num_told = self._num_tokens
         told = {name: values[name] for name in self._returned}
         return b"data: " + _encode(self._head | told) + b"\n\n"

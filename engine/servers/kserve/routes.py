@@ -117,7 +117,7 @@ def _add_inference_routes(app: FastAPI, services: Services, prefix: str) -> None
         card, pump = await _open(services, request, ticket, body, name, version)
         pump.joins_ends = True
         return await answer_counted(
-            pump, services.backend, lambda lengths: GenerateStream(body, card, lengths[0])
+            pump, services.backend, lambda lengths: GenerateStream(body, card, pump, lengths[0])
         )
 
 

@@ -137,6 +137,8 @@ class Output:
         # An answer without any item gets an empty message, because the next turn needs an answer to
         # follow.
         changes = [] if self._open or self.items else self._write("message", "")
+        if self._early_logprobs and self._open is not None and self._open.kind == "message":
+            changes += self._write("message", "", logprobs=self._early_logprobs)
         return changes + self._close(is_complete=event.reason != "length")
 
 

@@ -39,9 +39,9 @@ def mix(*values: int) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "little")
 
 
-def scatter(state: int) -> np.ndarray:
+def scatter(state: int, size: int = VOCAB) -> np.ndarray:
     """A number in (0, 1) for each token, from one hash."""
-    words = (np.arange(1, VOCAB + 1, dtype=np.uint64) * np.uint64(2 * state + 1)) ^ np.uint64(state)
+    words = (np.arange(1, size + 1, dtype=np.uint64) * np.uint64(2 * state + 1)) ^ np.uint64(state)
     words = (words ^ (words >> np.uint64(29))) * np.uint64(0x9E3779B97F4A7C15)
     return ((words >> np.uint64(32)).astype(np.float64) + 0.5) / 2**32
 
@@ -122,7 +122,7 @@ def sample_row(logits: np.ndarray, draw: Draw, history: History) -> int:
     before = np.cumsum(probs[order]) - probs[order]
     keep[order[before >= draw.top_p]] = False
     keep &= probs >= draw.min_p * probs.max()
-    noise = scatter(mix(draw.seed, draw.choice, draw.position))
+    noise = scatter(mix(draw.seed, draw.choice, draw.position), len(logits))
     scores = np.where(keep, logits - np.log(-np.log(noise)), -np.inf)
     return int(scores.argmax())
 
@@ -142,8 +142,10 @@ class ToyRunner:
     `on_write(inputs)`.
     """
 
+    vocab_size = VOCAB
+
     def __init__(self, spec: RunnerSpec, on_write=lambda inputs: None) -> None:
-        self._spec = replace(spec, vocab_size=VOCAB)
+        self._spec = replace(spec, vocab_size=self.vocab_size)
         self._on_write = on_write
         self.cells = np.zeros(spec.num_blocks * spec.block_size, np.int64)
         # With `has_state`, a token's hash continues its slot's state instead of the cell before it.
@@ -203,13 +205,16 @@ class ToyRunner:
                 cells = [int(self.cells[w]) for w in seen]
                 if inputs.window_tables is not None:
                     self._look_through_window(cells, inputs.window_tables[row])
-                logits[t] = toy_logits(cells)
+                logits[t] = self.logits_after(cells)
         self._copy_states(inputs.slots, inputs.state_save)
         return [logits[int(t)] for t in inputs.logit_rows], np.array(finite, bool)
 
     def new_cell(self, inputs: BatchInputs, row: int, index: int, parent: int, token: int) -> int:
         """The KV cell of a token of the step. `parent` is the cell before it."""
         return mix(parent, token)
+
+    def logits_after(self, cells: list[int]) -> np.ndarray:
+        return toy_logits(cells)
 
     def _copy_states(self, sources: np.ndarray | None, targets: np.ndarray | None) -> None:
         if sources is None or targets is None:
@@ -280,7 +285,8 @@ class ToyRunner:
     def _draw(self, s: SamplingInputs, r: int) -> Draw:
         allowed = None
         if s.mask is not None:
-            allowed = frozenset(v for v in range(VOCAB) if s.mask[r, v // 32] >> (v % 32) & 1)
+            bits = np.unpackbits(s.mask[r].view(np.uint8), bitorder="little")
+            allowed = frozenset(np.flatnonzero(bits[: self.vocab_size]).tolist())
         bias = [
             (int(s.bias_ids[i]), float(s.bias_values[i])) for i in np.flatnonzero(s.bias_rows == r)
         ]

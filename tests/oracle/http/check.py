@@ -1,0 +1,179 @@
+"""Runs a history over HTTP, runs each of its requests alone, and says what differs."""
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+
+from tests.oracle.check import Report
+from tests.oracle.histories import History, Shape, Stage
+from tests.oracle.http.cached import cache_problems
+from tests.oracle.http.explained import count_problems, explanation_problems
+from tests.oracle.http.reading import Whole, differences
+from tests.oracle.http.run import Asked, Client, HttpRun, Outcome
+from tests.oracle.http.spellings import NAMES, WORDS, Call, prompt_text, spell
+from tests.oracle.http.toy_backend import ADAPTERS, ALONE
+from tests.oracle.http.toy_model import END
+from tests.oracle.http.toy_server import ToyServer
+from tests.oracle.requests import DrawnRequest, Menu
+
+MAX_ALONE = 4096
+MENU = Menu(
+    num_words=len(WORDS),
+    max_prompt=8,
+    max_tokens=24,
+    tokens=(*b"abc d", 256, 257),
+    ends=(END,),
+    stops=("ab", "c", "é", "\n", "1.", "☺", "bc"),
+    stop_patterns=("a+b", "[0-3]{2}"),
+    bad_words=("ab", "cd"),
+    breakers=("\n",),
+    grammars=("regex", "choice", "json"),
+    num_tools=2,
+    has_reasoning=True,
+    adapters=ADAPTERS,
+    apis=NAMES,
+)
+SHAPES = {
+    "block_size": (2, 4, 4, 16),
+    "depth": (0, 1),
+    "tight": (True, True, False),  # whether the pool has room for little more than one request
+    "max_slots": (1, 3, 8),
+    "budget": (16, 48, 256),
+    "sharing": (True, True, True, False),
+    "speculates": (True, False),
+    "num_adapters": (1, 2),
+    "grammar_delay": (0, 0, 3),
+}
+UNLIKE = frozenset({"nan", "tier_lost", "tier_fails", "load_adapter"})
+STAGE = Stage(MENU, SHAPES, without=UNLIKE, max_requests=5, max_events=16)
+
+
+# Features that no API can say together
+OPTIONAL = ("follows", "score_prompt", "reasoning")
+
+
+def sayable(drawn: DrawnRequest) -> tuple[DrawnRequest, str]:
+    """The request, without what no API can say, and the API in which it is sent: the drawn one, or
+    the next that can say it.
+    """
+    first = NAMES.index(drawn["api"]) if "api" in drawn else 0
+    left = drawn
+    for dropped in (None, *OPTIONAL):
+        left = left if dropped is None else left.without(dropped)
+        for name in NAMES[first:] + NAMES[:first]:
+            if spell(left, name) is not None:
+                return left, name
+    raise AssertionError(f"no API can say {drawn}")
+
+
+class HttpOracle:
+    """Checks histories on one server. It keeps what requests give alone."""
+
+    name = "http"
+    stage = STAGE
+
+    def __init__(self, server: ToyServer) -> None:
+        self._server = server
+        self._alone: dict[str, Whole] = {}
+
+    def check(self, history: History, seed: str) -> Report:
+        before = logging.root.manager.disable
+        logging.disable(logging.CRITICAL)  # injected faults are logged like real ones
+        try:
+            return self._server.run(self._check(history))
+        finally:
+            logging.disable(before)
+
+    async def _check(self, history: History) -> Report:
+        asked: list[Asked] = []
+        for drawn in history.requests:
+            asked.append(await self._asked(drawn, history.requests))
+        alone = [await self.alone(each) for each in asked]
+        longest = max(map(_num_stored, history.requests, alone))
+        shape = history.shape | {"num_blocks": _pool(history.shape, longest)}
+        run = HttpRun(self._server, replace(history, shape=shape), asked)
+        outcome = await run.go()
+        wrong = list(outcome.wrong)
+        for index, client in outcome.clients.items():
+            told = list(judged(client, alone[index], outcome))
+            told += await explanation_problems(self._server, client)
+            told += cache_problems(self._server.backend.seen, outcome, index)
+            wrong += [f"request {index} ({client.asked.name}): {each}" for each in told]
+        wrong += count_problems(outcome)
+        return Report(wrong, outcome.seen)
+
+    async def _asked(self, drawn: DrawnRequest, requests: tuple[DrawnRequest, ...]) -> Asked:
+        drawn, name = sayable(drawn)
+        call = spell(drawn, name)
+        assert call is not None
+        if drawn["follows"] is not None:
+            call = await self._following(name, call, requests[drawn["follows"]])
+        return Asked(name, call, drawn["reader"] == "slow", drawn["tenant"])
+
+    async def _following(self, name: str, call: Call, before: DrawnRequest) -> Call:
+        """The call as the next turn of a conversation, whose first turn is answered alone."""
+        plain = DrawnRequest(before.prompt, {"max_tokens": {"max_tokens": 6}, "seed": {"seed": 1}})
+        api = "responses" if name.startswith("responses") else "chat"
+        first = spell(plain, api)
+        assert first is not None
+        first = replace(first, headers=dict(call.headers))
+        told = await self.alone(Asked(api, first))
+        body = dict(call.body)
+        if api == "responses":
+            body["previous_response_id"] = told.answer_id
+        elif isinstance(body.get("messages"), list):
+            said = {"role": "assistant", "content": told.choices[0].text or "a"}
+            before_it = [{"role": "user", "content": prompt_text(before)}, said]
+            body["messages"] = [*before_it, *body["messages"]]
+        return replace(call, body=body)
+
+    async def alone(self, asked: Asked) -> Whole:
+        """What a request gives alone, on a fresh engine."""
+        key = json.dumps([asked.name, asked.call.body, dict(asked.call.headers)], sort_keys=True)
+        if key not in self._alone:
+            if len(self._alone) >= MAX_ALONE:
+                self._alone.clear()
+            history = History(ALONE, (), (("submit", 0),))
+            outcome = await HttpRun(self._server, history, [replace(asked, is_slow=False)]).go()
+            whole = outcome.clients[0].whole
+            assert whole is not None and not outcome.wrong, (outcome.wrong, asked)
+            assert whole.status == 200, (whole.error, asked)
+            self._alone[key] = whole
+        return self._alone[key]
+
+
+def _num_stored(drawn: DrawnRequest, alone: Whole) -> int:
+    """Tokens for which a request needs room."""
+    return (alone.prompt_tokens or 0) + int(drawn.sampling["max_tokens"])
+
+
+def _pool(shape: Shape, longest: int) -> int:
+    size = shape["block_size"]
+    return -(-longest // size) + 1 if shape["tight"] else 2048 // size
+
+
+def judged(client: Client, alone: Whole, outcome: Outcome) -> Iterator[str]:
+    """What is wrong with what a client was told."""
+    whole = client.whole
+    if client.has_left:
+        yield from _begun(whole, alone)
+    elif whole is None:
+        yield "it has no answer"
+    elif whole.error is not None and "each time it ran this request" in whole.error:
+        if outcome.seen["kill"] < 2:
+            yield f"it fails for no reason: {whole.error}"
+    else:
+        yield from differences(whole, alone)
+
+
+def _begun(whole: Whole | None, alone: Whole) -> Iterator[str]:
+    """What a client got before it left is a beginning of the whole answer."""
+    if whole is None or whole.error is not None:
+        return
+    for index, choice in enumerate(whole.choices[: len(alone.choices)]):
+        told, given = alone.choices[index], choice
+        for name in ("text", "reasoning"):
+            mine, its = getattr(given, name) or "", getattr(told, name) or ""
+            if not its.startswith(mine):
+                yield f"choice {index} {name}: {mine!r} is no beginning of {its!r}"

@@ -1,0 +1,84 @@
+"""Checks the explanation of a request: who may see it, that its parts sum to its time, and that its
+causes name what happened to it.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from engine.servers.http.request_log import RequestRecord
+from engine.servers.ops.explain import _all_causes, seconds_of, slowest
+from tests.oracle.http.run import Client, Outcome
+from tests.oracle.http.spellings import ADMIN, KEYS, TENANTS
+from tests.oracle.http.toy_server import ToyServer
+
+ROUND_S = 1e-5  # of times in answers
+
+
+async def explanation_problems(server: ToyServer, client: Client) -> list[str]:
+    """What is wrong with the explanation of one request."""
+    reply, record = client.reply, client.record
+    if reply is None or reply.status != 200:
+        return []
+    if record is None:
+        return ["explanation: there is none"]
+    path = f"/v1/admin/requests/{reply.headers['x-request-id']}"
+    found: list[str] = []
+    for who, key in [*KEYS.items(), (None, ADMIN)]:
+        status, shown = await server.get(path, key)
+        may_see = key == ADMIN or TENANTS[who] == TENANTS[client.asked.tenant]
+        if (status == 200) != may_see:
+            found.append(f"{key} gets {status}")
+        elif may_see:
+            found += _broken_spans(shown)
+    found += _broken_causes(record, client)
+    return [f"explanation: {each}" for each in found]
+
+
+def count_problems(outcome: Outcome) -> Iterator[str]:
+    """Whether explanations name all preemptions. Those of requests that were cut short, or whose
+    engine died, may be lost.
+    """
+    if outcome.seen["kill"] or outcome.seen["cancel"] or outcome.seen["swap"]:
+        return
+    records = [each.record for each in outcome.clients.values() if each.record is not None]
+    timelines = [each for record in records for each in record.notes.timelines]
+    told = sum(each.num_pauses for each in timelines)
+    if told != outcome.seen["preemptions"] and not any(map(_is_cut, outcome.clients.values())):
+        yield f"explanations name {told} of {outcome.seen['preemptions']} preemptions"
+
+
+def _is_cut(client: Client) -> bool:
+    """Whether the frontend ended a choice of the request, at a stop string."""
+    whole = client.whole
+    return whole is None or any(isinstance(each.stop, str) for each in whole.choices)
+
+
+def _broken_spans(shown: dict[str, Any]) -> Iterator[str]:
+    """The stages follow each other from the beginning to the end."""
+    spans = shown["spans"]
+    at = 0.0
+    for each in spans:
+        if abs(each["start_s"] - at) > ROUND_S or each["end_s"] < each["start_s"]:
+            yield f"{each['name']} begins at {each['start_s']}, the stage before ended at {at}"
+        at = each["end_s"]
+    if abs(at - shown["seconds"]) > ROUND_S * (1 + len(spans)):
+        yield f"the stages end at {at} of {shown['seconds']} s"
+
+
+def _broken_causes(record: RequestRecord, client: Client) -> Iterator[str]:
+    """The seconds of all causes sum to the request's time, except those in which the frontend was
+    too busy to read what the engine had sent.
+    """
+    causes = list(_all_causes(record, ()))
+    seconds = {each.kind: each.seconds for each in causes if each.seconds > ROUND_S}
+    timeline = slowest(record.notes.timelines)
+    unread_s = 0.0
+    if timeline is not None and record.answered_at is not None:
+        unread_s = max(0.0, record.answered_at - timeline.ended_at)
+    missing = seconds_of(record) - unread_s - sum(each.seconds for each in causes)
+    if not client.has_left and abs(missing) > ROUND_S * 10:
+        yield f"of {seconds_of(record):.4f} s, {missing:.4f} s have no cause: {seconds}"
+    if record.usage is not None and record.usage.num_revivals and "revival" not in {
+        each.kind for each in causes
+    }:
+        yield "it does not name the death of the engine"
