@@ -19,7 +19,7 @@ step = @printf '\n==> %s\n' "$(1)"
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help serve programs browser test test-integration compiled walk test-quick oracle scoreboard test-slow test-gpu test-native test-emulated test-vllm test-vllm-suite test-llamacpp-suite test-clients manifests nightly lint format bench wheel lock sbom clean
+.PHONY: help serve programs browser test test-integration compiled walk test-quick oracle oracle-http scoreboard test-slow test-gpu test-native test-emulated test-vllm test-vllm-suite test-llamacpp-suite test-clients manifests nightly lint format bench wheel lock sbom clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -89,6 +89,9 @@ test-slow: $(VENV)/.dev programs ## Run the long tests
 
 oracle: $(VENV)/.dev ## Random histories of engines, each request compared with itself alone (ARGS="--level toy --cases 10000 --seed 1")
 	@$(BIN)/python -m tests.oracle $(ARGS)
+
+oracle-http: $(VENV)/.dev ## The same over HTTP, in every API of the server (ARGS="--kind dialects --cases 300")
+	@$(BIN)/python -m tests.oracle.http $(ARGS)
 
 scoreboard: $(VENV)/.dev ## Measure what the server withstands, into docs/scoreboard.md (ARGS="R05 R06")
 	@$(BIN)/engine pull $(MODEL)

@@ -32,8 +32,8 @@ def cache_problems(seen: Seen, outcome: Outcome, index: int) -> Iterator[str]:
 
 def _num_choices(client: Client) -> int:
     body = client.asked.call.body
-    names = ("n", "n_cmpl")
-    return max(int(body.get(each) or body.get("sampling_params", {}).get(each, 1)) for each in names)
+    places = (body, body.get("sampling_params", {}))
+    return max(int(place.get(name, 1)) for place in places for name in ("n", "n_cmpl"))
 
 
 def _shares(client: Client, other: Client) -> bool:

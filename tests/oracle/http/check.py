@@ -2,8 +2,9 @@
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from dataclasses import replace
+from typing import Any, TypeVar
 
 from tests.oracle.check import Report
 from tests.oracle.histories import History, Shape, Stage
@@ -17,6 +18,7 @@ from tests.oracle.http.toy_model import END
 from tests.oracle.http.toy_server import ToyServer
 from tests.oracle.requests import DrawnRequest, Menu
 
+T = TypeVar("T")
 MAX_ALONE = 4096
 MENU = Menu(
     num_words=len(WORDS),
@@ -70,20 +72,21 @@ def sayable(drawn: DrawnRequest) -> tuple[DrawnRequest, str]:
 class HttpOracle:
     """Checks histories on one server. It keeps what requests give alone."""
 
-    name = "http"
-    stage = STAGE
-
     def __init__(self, server: ToyServer) -> None:
         self._server = server
         self._alone: dict[str, Whole] = {}
 
-    def check(self, history: History, seed: str) -> Report:
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work` without logging: injected faults are logged like real ones."""
         before = logging.root.manager.disable
-        logging.disable(logging.CRITICAL)  # injected faults are logged like real ones
+        logging.disable(logging.CRITICAL)
         try:
-            return self._server.run(self._check(history))
+            return self._server.run(work)
         finally:
             logging.disable(before)
+
+    def check(self, history: History) -> Report:
+        return self.run(self._check(history))
 
     async def _check(self, history: History) -> Report:
         asked: list[Asked] = []

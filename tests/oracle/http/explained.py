@@ -78,7 +78,9 @@ def _broken_causes(record: RequestRecord, client: Client) -> Iterator[str]:
     missing = seconds_of(record) - unread_s - sum(each.seconds for each in causes)
     if not client.has_left and abs(missing) > ROUND_S * 10:
         yield f"of {seconds_of(record):.4f} s, {missing:.4f} s have no cause: {seconds}"
-    if record.usage is not None and record.usage.num_revivals and "revival" not in {
-        each.kind for each in causes
-    }:
+    if (
+        record.usage is not None
+        and record.usage.num_revivals
+        and "revival" not in {each.kind for each in causes}
+    ):
         yield "it does not name the death of the engine"

@@ -1,4 +1,4 @@
-"""Carries out a history over HTTP: clients connect, read, and leave; engines die and are replaced."""
+"""Carries out a history over HTTP: clients connect, read and leave; engines die or are replaced."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -61,10 +61,12 @@ class HttpRun:
 
     def __init__(self, server: ToyServer, history: History, asked: list[Asked]) -> None:
         self._server, self._history, self._asked = server, history, asked
+        self._name = ""
         self.outcome = Outcome(history.shape["block_size"])
 
     async def go(self) -> Outcome:
         await self._server.fresh(self._history.shape)
+        self._name = f"history-{self._server.num_histories}"
         for event in self._history.events:
             kind, *rest = event
             self.outcome.seen[kind] += 1
@@ -124,8 +126,12 @@ class HttpRun:
         asked = self._asked[index]
         room = SLOW_BYTES if asked.is_slow else None
         call = asked.call
-        connection = self._server.connect("POST", call.path, call.body, call.headers, room)
+        headers = {**call.headers, "x-request-id": self._request_id(index)}
+        connection = self._server.connect("POST", call.path, call.body, headers, room)
         self.outcome.clients[index] = Client(asked, connection)
+
+    def _request_id(self, index: int) -> str:
+        return f"{self._name}-{index}"
 
     def _leave(self, index: int) -> None:
         client = self.outcome.clients.get(index)
@@ -150,11 +156,9 @@ class HttpRun:
         if server.backend.num_open:
             outcome.wrong.append(f"the frontend keeps {server.backend.num_open} requests open")
         outcome.wrong += [each.death for each in server.backend.clients if each.death]
-        for client in clients:
-            reply = client.reply
-            if reply is not None:
-                history = server.app.state.services.history
-                client.record = await history.find(reply.headers["x-request-id"], None)
+        history = server.app.state.services.history
+        for index, client in outcome.clients.items():
+            client.record = await history.find(self._request_id(index), None)
         for each in server.backend.engines:
             outcome.seen["preemptions"] += each.scheduler.num_preemptions
             outcome.seen["hits"] += each.kv.num_hit

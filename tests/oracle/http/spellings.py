@@ -42,7 +42,7 @@ LLAMACPP = {"max_tokens": "n_predict", "repetition_penalty": "repeat_penalty", "
 SGLANG = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
 OLLAMA = {"max_tokens": "num_predict", "repetition_penalty": "repeat_penalty"}
 # Features that say how a request is served. An API without a name for one leaves it out.
-SERVED = frozenset({"priority", "salt", "prediction", "progress", "tenant", "reader", "deadline", "api"})
+SERVED = frozenset({"priority", "salt", "prediction", "progress", "tenant", "reader", "api"})
 
 
 @dataclass(frozen=True)
@@ -349,6 +349,8 @@ APIS = {
         says=frozenset({"tools", "reasoning", "grammar", "adapter", "follows"}),
     ),
     "ollama_chat": Api("/api/chat", True, _ollama_chat, says=_ALL_CHAT),
-    "ollama_generate": Api("/api/generate", True, _ollama_generate, says=_ALL_CHAT - {"tools", "follows"}),
+    "ollama_generate": Api(
+        "/api/generate", True, _ollama_generate, says=_ALL_CHAT - {"tools", "follows"}
+    ),
 }
 NAMES = tuple(name + end for name in APIS for end in ("", ".stream"))

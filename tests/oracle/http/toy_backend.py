@@ -1,5 +1,5 @@
-"""The real backend of the frontend over the engines of a history. Nothing runs in a thread, and time
-passes only in steps, so histories are reproducible.
+"""The real backend of the frontend over the engines of a history. Nothing runs in a thread, and
+time passes only in steps, so histories are reproducible.
 """
 
 from collections.abc import Callable

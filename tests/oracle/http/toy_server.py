@@ -107,6 +107,7 @@ class ToyServer:
         self._state = ServerState()
         self._backend: ToyTextBackend | None = None
         self._shape: Shape = {}
+        self.num_histories = 0
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         return self._loop.run_until_complete(work)
@@ -114,6 +115,7 @@ class ToyServer:
     async def fresh(self, shape: Shape) -> None:
         await self.close()
         self._shape = shape
+        self.num_histories += 1
         await self._begin(ToyTextBackend(shape, self.clock))
 
     async def close(self) -> None:
