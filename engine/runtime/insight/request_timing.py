@@ -8,6 +8,7 @@ and ended. The differences belong to the sequence.
 
 from bisect import bisect_left
 from collections import deque
+from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec.structs import replace
@@ -40,6 +41,20 @@ MAX_STEPS = 128
 MAX_SEEN = 16384
 SHOWN_TOKENS = 8  # tokens of a prompt that a `PromptDivergence` shows
 MAX_BRANCHES = 64  # branches of a node in which the nearest prefix is searched
+
+
+def _summed(one: DecodeWork, other: DecodeWork, sign: int = 1) -> DecodeWork:
+    """The sum of two works, or their difference with `sign` -1."""
+    by_rows = zip_longest(one.by_rows, other.by_rows, fillvalue=0)
+    return DecodeWork(
+        one.num_steps + sign * other.num_steps,
+        one.num_rows + sign * other.num_rows,
+        one.seconds + sign * other.seconds,
+        one.num_mixed + sign * other.num_mixed,
+        one.mixed_s + sign * other.mixed_s,
+        one.mask_s + sign * other.mask_s,
+        tuple(a + sign * b for a, b in by_rows),
+    )
 
 
 class AdmissionRecord(NamedTuple):
@@ -163,6 +178,7 @@ class RequestTiming:
         "_led_since",
         "_loading_at",
         "_num_before",
+        "_paused_work",
         "_pauses",
         "_preempted",
         "_prompt_done",
@@ -200,7 +216,10 @@ class RequestTiming:
         self._chunks: list[PrefillChunk] = []
         self._pauses: list[Pause] = []
         self._preempted: tuple[float, int] | None = None
+        # The totals that do not belong to the sequence: all up to its first token, and those of the
+        # steps in which it was paused, or was computed again after a pause.
         self._decoding: DecodeWork | None = None
+        self._paused_work = DecodeWork()  # the totals when it was preempted
         # What `EngineClock.waits` returned when the prompt was computed
         self._prompt_done: tuple[float, ...] | None = None
         self.num_evicted = 0
@@ -245,6 +264,7 @@ class RequestTiming:
 
     def preempt(self, num_lost: int) -> None:
         self._preempted = self._clock.now, num_lost
+        self._paused_work = self._clock.work()
 
     def chunk(self, start: int, count: int) -> None:
         """The last step computed `count` tokens of the prompt. If there are too many chunks, the
@@ -254,6 +274,8 @@ class RequestTiming:
         if step is None:
             return
         began_at = step.began_at
+        if self._decoding is not None:
+            self._decoding = _summed(self._decoding, _work_of(step))
         if len(self._chunks) == MAX_CHUNKS:
             last = self._chunks.pop()
             began_at, start, count = last.began_at, last.start, start + count - last.start
@@ -302,6 +324,9 @@ class RequestTiming:
         assert self._preempted is not None
         at, num_lost = self._preempted
         self._preempted = None
+        if self._decoding is not None:
+            paused = _summed(self._clock.work(), self._paused_work, -1)
+            self._decoding = _summed(self._decoding, paused)
         if len(self._pauses) == MAX_PAUSES:  # join the last two, so that no time is missing
             last = self._pauses.pop()
             at, num_lost = last.at, last.num_lost + num_lost
@@ -347,20 +372,18 @@ class RequestTiming:
             waits[PREFIX] += moved
 
     def _decoded(self) -> DecodeWork:
-        before = self._decoding
-        if before is None:
+        if self._decoding is None:
             return DecodeWork()
-        after = self._clock.work()
-        by_rows = zip(after.by_rows, before.by_rows, strict=True)
-        return DecodeWork(
-            after.num_steps - before.num_steps,
-            after.num_rows - before.num_rows,
-            after.seconds - before.seconds,
-            after.num_mixed - before.num_mixed,
-            after.mixed_s - before.mixed_s,
-            after.mask_s - before.mask_s,
-            tuple(a - b for a, b in by_rows),
-        )
+        until = self._clock.work() if self._preempted is None else self._paused_work
+        return _summed(until, self._decoding, -1)
+
+
+def _work_of(step: StepRecord) -> DecodeWork:
+    seconds, is_mixed = step.ended_at - step.began_at, step.num_prompt_tokens > 0
+    by_rows = [0] * (len(BATCH_EDGES) + 1)
+    by_rows[bisect_left(BATCH_EDGES, step.num_rows)] = 1
+    mixed_s = seconds if is_mixed else 0.0
+    return DecodeWork(1, step.num_rows, seconds, int(is_mixed), mixed_s, 0.0, tuple(by_rows))
 
 
 class RequestTimings(Extension):
