@@ -125,7 +125,9 @@ class Silence:
             return  # it has ended, and who started it will notice
         is_first = self._last is None
         used_s = 0.0 if self._last is None else max(0.0, seen.cpu_s - self._last.cpu_s)
-        passed_s = silent_s if is_first else min(now - self._looked_at, MAX_LOOK_S)
+        # The first look at a silence comes when it has just begun, unless this process was held up.
+        first_s = min(silent_s, QUIET_S + MAX_LOOK_S)
+        passed_s = first_s if is_first else min(now - self._looked_at, MAX_LOOK_S)
         if is_first:
             self._stopped_s = self._idle_s = self._busy_s = 0.0
         elif passed_s < MAX_LOOK_S / 10:

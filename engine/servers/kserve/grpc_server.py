@@ -63,6 +63,10 @@ CONNECTION = {
     "grpc.keepalive_time_ms": 30_000,  # a client that does not answer a ping is gone
     "grpc.keepalive_timeout_ms": 10_000,
     "grpc.http2.max_ping_strikes": 2,
+    # What arrives of a message before anybody reads it, such as before the key is checked. The
+    # library would otherwise allow megabytes for each call.
+    "grpc.http2.bdp_probe": 0,
+    "grpc.http2.lookahead_bytes": 64 * 1024,
     "grpc.so_reuseport": 0,  # otherwise two servers may share a port without an error
 }
 CODES = {

@@ -2,6 +2,7 @@
 any length, and plain text where the server speaks TLS (SEC-61; T1, T2).
 """
 
+import contextlib
 import itertools
 import subprocess
 import threading
@@ -11,14 +12,22 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import psutil
 import pytest
 
 from engine.servers.kserve import grpc_server, grpc_stream
 from engine.servers.kserve.grpc_call import MAX_TEXT_BYTES, Call
 from engine.servers.kserve.grpc_messages import CLASSES, SERVICE, UNARY
 from engine.servers.kserve.grpc_server import GrpcServer
+from tests.scoreboard.http.target import held_server
 from tests.support.fakes.fake_backend import MODEL
-from tests.support.servers.live_server import LiveServer, live_server, make_settings, wait_until
+from tests.support.servers.live_server import (
+    LiveServer,
+    free_port,
+    live_server,
+    make_settings,
+    wait_until,
+)
 
 KEY = "client-key-0123456789abcdef"
 BEARER = (("authorization", f"Bearer {KEY}"),)
@@ -103,6 +112,28 @@ def test_no_grpc_message_is_read_before_authentication(
             ask(channel, name, bytes(MIB), metadata)
     assert raised.value.code() is grpc.StatusCode.UNAUTHENTICATED
     assert reads == []
+
+
+def test_grpc_messages_without_a_key_take_little_memory() -> None:
+    """The library holds what has arrived of a message, before anybody asks for it."""
+    port, large = free_port(), bytes(4 * MIB)
+    options = [("grpc.max_send_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
+    with (
+        held_server(server={"grpc_port": port, "body_limit_mb": 8}) as target,
+        contextlib.ExitStack() as stack,
+    ):
+        process = psutil.Process(target.process.pid)
+        before = process.memory_info().rss
+        for _ in range(2):
+            calls = []
+            for _ in range(5):
+                address = f"127.0.0.1:{port}"
+                channel = stack.enter_context(grpc.insecure_channel(address, options))
+                method = channel.unary_unary(f"/{SERVICE}/ModelInfer")
+                calls += [method.future(large, timeout=60, wait_for_ready=True) for _ in range(16)]
+            assert {call.exception().code() for call in calls} == {grpc.StatusCode.UNAUTHENTICATED}
+        grown = process.memory_info().rss - before
+    assert grown < 16 * MIB, f"{grown // MIB} MiB for {2 * len(calls)} calls"
 
 
 def test_a_grpc_stream_stops_reading_at_its_message_limit(

@@ -52,6 +52,15 @@ def test_a_stopped_process_is_silent_all_the_time(watched):
     assert "stopped" in watched.silence.cause
 
 
+def test_a_silence_that_the_watcher_slept_through_counts_little(watched):
+    """Both were paused, as by a suspended machine, and the watcher goes on first."""
+    watched.now += 600
+    assert watched.silence.counted(600) <= 2
+    assert watched.silence.counted(600.2) <= 2.5
+    watched.now += 8
+    assert watched.silence.counted(608) <= 3.5
+
+
 def test_a_sleeping_process_is_silent_unless_it_loads(watched):
     assert watched.wait(7) == 7 and "sleeps" in watched.silence.cause
     watched.tick()
