@@ -80,8 +80,24 @@ def slowest(timelines: Iterable[Timeline]) -> Timeline | None:
     return max(timelines, key=lambda each: each.ended_at, default=None)
 
 
+def timeline_of(record: RequestRecord) -> Timeline | None:
+    """The timeline of the choice that ended last, up to the end of the answer. The engine learns of
+    a stop string, and of a client that left, from the frontend. So it ends such a choice later.
+    """
+    found, until = slowest(record.notes.timelines), record.answered_at or record.ended_at
+    if found is None or until is None or found.ended_at <= until:
+        return found
+    started_at, first_at = found.started_at, found.first_token_at
+    return msgspec.structs.replace(
+        found,
+        started_at=None if started_at is None or started_at > until else started_at,
+        first_token_at=None if first_at is None or first_at > until else first_at,
+        ended_at=until,
+    )
+
+
 def _all_causes(record: RequestRecord, decisions: Sequence[dict[str, Any]]) -> Iterator[Cause]:
-    timeline = slowest(record.notes.timelines)
+    timeline = timeline_of(record)
     prepared = record.notes.preparations[-1] if record.notes.preparations else None
     if record.body_at is not None:
         upload_s = record.body_at - record.started

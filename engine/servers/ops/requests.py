@@ -20,7 +20,7 @@ from engine.routing.report import describe_decisions
 from engine.routing.router import Router
 from engine.servers.access.auth import may_administer, may_read_routes, principal_of
 from engine.servers.http.request_log import RequestRecord
-from engine.servers.ops.explain import causes_of, seconds_of, slowest
+from engine.servers.ops.explain import causes_of, seconds_of, slowest, timeline_of
 from engine.servers.serving.services import Services, json_response
 
 DEFAULT_SHOWN = 50
@@ -161,7 +161,7 @@ def spans_of(record: RequestRecord) -> list[dict[str, Any]]:
         last = record.notes.preparations[-1]
         marks += [("tokenize", last.began_at), ("grammar check", last.encoded_at)]
         marks += [("hand over", last.checked_at)]
-    timeline = slowest(record.notes.timelines)
+    timeline = timeline_of(record)
     if timeline is not None:
         held = "compile grammar" if timeline.has_grammar else "encode images"
         marks += [(held, timeline.submitted_at), ("queue", timeline.queued_at)]

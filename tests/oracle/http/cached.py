@@ -4,8 +4,8 @@ and adapter has computed, in whole blocks, and never the last one.
 
 from collections.abc import Iterator
 
+from tests.oracle.http.keys import TENANTS
 from tests.oracle.http.run import Client, Outcome
-from tests.oracle.http.spellings import TENANTS
 from tests.oracle.http.toy_backend import Seen
 
 

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -10,8 +10,9 @@ from tests.oracle.check import Report
 from tests.oracle.histories import History, Shape, Stage
 from tests.oracle.http.cached import cache_problems
 from tests.oracle.http.explained import count_problems, explanation_problems
-from tests.oracle.http.reading import Whole, differences
-from tests.oracle.http.run import Asked, Client, HttpRun, Outcome
+from tests.oracle.http.judge import judged, sayable
+from tests.oracle.http.reading import Whole
+from tests.oracle.http.run import Asked, HttpRun
 from tests.oracle.http.spellings import NAMES, WORDS, Call, prompt_text, spell
 from tests.oracle.http.toy_backend import ADAPTERS, ALONE
 from tests.oracle.http.toy_model import END
@@ -51,24 +52,6 @@ UNLIKE = frozenset({"nan", "tier_lost", "tier_fails", "load_adapter"})
 STAGE = Stage(MENU, SHAPES, without=UNLIKE, max_requests=5, max_events=16)
 
 
-# Features that no API can say together
-OPTIONAL = ("follows", "score_prompt", "reasoning")
-
-
-def sayable(drawn: DrawnRequest) -> tuple[DrawnRequest, str]:
-    """The request, without what no API can say, and the API in which it is sent: the drawn one, or
-    the next that can say it.
-    """
-    first = NAMES.index(drawn["api"]) if "api" in drawn else 0
-    left = drawn
-    for dropped in (None, *OPTIONAL):
-        left = left if dropped is None else left.without(dropped)
-        for name in NAMES[first:] + NAMES[:first]:
-            if spell(left, name) is not None:
-                return left, name
-    raise AssertionError(f"no API can say {drawn}")
-
-
 class HttpOracle:
     """Checks histories on one server. It keeps what requests give alone."""
 
@@ -99,7 +82,8 @@ class HttpOracle:
         outcome = await run.go()
         wrong = list(outcome.wrong)
         for index, client in outcome.clients.items():
-            told = list(judged(client, alone[index], outcome))
+            kills = outcome.seen["kill"]
+            told = list(judged(client.whole, alone[index], client.has_left, kills))
             told += await explanation_problems(self._server, client)
             told += cache_problems(self._server.backend.seen, outcome, index)
             wrong += [f"request {index} ({client.asked.name}): {each}" for each in told]
@@ -154,29 +138,3 @@ def _num_stored(drawn: DrawnRequest, alone: Whole) -> int:
 def _pool(shape: Shape, longest: int) -> int:
     size = shape["block_size"]
     return -(-longest // size) + 1 if shape["tight"] else 2048 // size
-
-
-def judged(client: Client, alone: Whole, outcome: Outcome) -> Iterator[str]:
-    """What is wrong with what a client was told."""
-    whole = client.whole
-    if client.has_left:
-        yield from _begun(whole, alone)
-    elif whole is None:
-        yield "it has no answer"
-    elif whole.error is not None and "each time it ran this request" in whole.error:
-        if outcome.seen["kill"] < 2:
-            yield f"it fails for no reason: {whole.error}"
-    else:
-        yield from differences(whole, alone)
-
-
-def _begun(whole: Whole | None, alone: Whole) -> Iterator[str]:
-    """What a client got before it left is a beginning of the whole answer."""
-    if whole is None or whole.error is not None:
-        return
-    for index, choice in enumerate(whole.choices[: len(alone.choices)]):
-        told, given = alone.choices[index], choice
-        for name in ("text", "reasoning"):
-            mine, its = getattr(given, name) or "", getattr(told, name) or ""
-            if not its.startswith(mine):
-                yield f"choice {index} {name}: {mine!r} is no beginning of {its!r}"

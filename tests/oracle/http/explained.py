@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from engine.servers.http.request_log import RequestRecord
-from engine.servers.ops.explain import _all_causes, seconds_of, slowest
+from engine.servers.ops.explain import _all_causes, seconds_of, timeline_of
+from tests.oracle.http.keys import ADMIN, KEYS, TENANTS
 from tests.oracle.http.run import Client, Outcome
-from tests.oracle.http.spellings import ADMIN, KEYS, TENANTS
 from tests.oracle.http.toy_server import ToyServer
 
 ROUND_S = 1e-5  # of times in answers
@@ -25,13 +25,17 @@ async def explanation_problems(server: ToyServer, client: Client) -> list[str]:
     found: list[str] = []
     for who, key in [*KEYS.items(), (None, ADMIN)]:
         status, shown = await server.get(path, key)
-        may_see = key == ADMIN or TENANTS[who] == TENANTS[client.asked.tenant]
-        if (status == 200) != may_see:
+        if (status == 200) != may_see(key, who, client.asked.tenant):
             found.append(f"{key} gets {status}")
-        elif may_see:
-            found += _broken_spans(shown)
+        elif status == 200:
+            found += broken_spans(shown)
     found += _broken_causes(record, client)
     return [f"explanation: {each}" for each in found]
+
+
+def may_see(key: str, who: str | None, tenant: str | None) -> bool:
+    """Whether a key of `who` may see the requests of `tenant`."""
+    return key == ADMIN or TENANTS[who] == TENANTS[tenant]
 
 
 def count_problems(outcome: Outcome) -> Iterator[str]:
@@ -53,7 +57,7 @@ def _is_cut(client: Client) -> bool:
     return whole is None or any(isinstance(each.stop, str) for each in whole.choices)
 
 
-def _broken_spans(shown: dict[str, Any]) -> Iterator[str]:
+def broken_spans(shown: dict[str, Any]) -> Iterator[str]:
     """The stages follow each other from the beginning to the end."""
     spans = shown["spans"]
     at = 0.0
@@ -71,7 +75,7 @@ def _broken_causes(record: RequestRecord, client: Client) -> Iterator[str]:
     """
     causes = list(_all_causes(record, ()))
     seconds = {each.kind: each.seconds for each in causes if each.seconds > ROUND_S}
-    timeline = slowest(record.notes.timelines)
+    timeline = timeline_of(record)
     unread_s = 0.0
     if timeline is not None and record.answered_at is not None:
         unread_s = max(0.0, record.answered_at - timeline.ended_at)

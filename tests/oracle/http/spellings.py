@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tests.oracle.requests import DrawnRequest
+from tests.oracle.http.keys import KEYS
+from tests.oracle.requests import FEATURES, DrawnRequest
 
 WORDS = ("alpha ", "beta, ", "ab", "cd e", " é☺", "1. ", "\nabc", "xyz ", '"q" ', "a b c ")
 TOOLS: tuple[dict[str, Any], ...] = (
@@ -32,10 +33,6 @@ SCHEMA = {
     "required": ["k", "n"],
     "additionalProperties": False,
 }
-KEYS = {None: "key-a", "b": "key-b", "c": "key-a2"}  # the second key of the first tenant is "c"
-TENANTS = {None: "a", "b": "b", "c": "a"}
-ADMIN = "key-admin"
-
 Body = dict[str, Any]
 # Parameters that say the same with the names of another server.
 LLAMACPP = {"max_tokens": "n_predict", "repetition_penalty": "repeat_penalty", "n": "n_cmpl"}
@@ -111,8 +108,6 @@ def needs_chat(drawn: DrawnRequest) -> bool | None:
 
 
 def _is_sampling(name: str) -> bool:
-    from tests.oracle.requests import FEATURES
-
     return FEATURES[name].is_sampling
 
 

@@ -1,7 +1,6 @@
 """The real application and HTTP protocol over a stepped engine, with connections in memory."""
 
 import asyncio
-import hashlib
 import json
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,14 +16,15 @@ from engine.servers.app import create_app
 from engine.servers.http.protocol import http_server
 from tests.oracle.clock import Clock, given_clock
 from tests.oracle.histories import Shape
+from tests.oracle.http.keys import write_keys
 from tests.oracle.http.reading import parse_reply
-from tests.oracle.http.spellings import ADMIN, KEYS, TENANTS
 from tests.oracle.http.toy_backend import ALONE, InlineExecutor, ToyTextBackend
 from tests.support.servers.live_server import make_settings
 
 T = TypeVar("T")
 MAX_CALLBACKS = 5000
 MAX_TURNS = 4000
+FRONTEND_S = 1e-4
 RESTART_TICK_S = 0.02
 # Parameters that neither a request nor the defaults of its API may override unnoticed
 PRESET = {"temperature": 0.9, "top_k": 50, "top_p": 0.97, "min_p": 0.01}
@@ -154,9 +154,10 @@ class ToyServer:
         raise AssertionError("the event loop does not come to rest")
 
     async def turn(self) -> None:
-        """One iteration of the engine. It takes time if it has a step."""
+        """One iteration of the engine. Besides its step, the frontend takes time."""
         self.backend.client.turn()
         await self.settle()
+        self.clock.advance(FRONTEND_S)
 
     async def kill(self, num_read: int) -> None:
         """Kill the engine. The next one is there when time has passed."""
@@ -202,7 +203,7 @@ class ToyServer:
 def toy_server(folder: Path) -> Iterator[ToyServer]:
     """A server that is used again for many histories, because building its routes takes long."""
     settings = make_settings(
-        server={"keys_file": _keys_file(folder / "keys.json"), "request_timeout_s": 86400.0},
+        server={"keys_file": write_keys(folder / "keys.json"), "request_timeout_s": 86400.0},
         storage={"path": folder / "storage"},
         requests={"keep": 4096},
         tables=NamedTables(presets={"toy": PresetTable(parameters=PRESET)}),
@@ -218,15 +219,3 @@ def toy_server(folder: Path) -> Iterator[ToyServer]:
         finally:
             server.run(server.close())
             loop.close()
-
-
-def _keys_file(path: Path) -> Path:
-    """A file with the keys of two tenants, and of an administrator."""
-    keys = [
-        {"name": key, "sha256": hashlib.sha256(key.encode()).hexdigest(), "tenant": TENANTS[who]}
-        for who, key in KEYS.items()
-    ]
-    admin = {"name": ADMIN, "sha256": hashlib.sha256(ADMIN.encode()).hexdigest(), "role": "admin"}
-    path.write_text(json.dumps({"keys": [*keys, admin]}))
-    path.chmod(0o600)
-    return path
