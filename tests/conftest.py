@@ -56,6 +56,7 @@ INTEGRATION = frozenset(
         "e2e/engines",
         "e2e/features",
         "kernels",
+        "oracle/http/test_served.py",
         "scoreboard",
         "ui",
         "unit/cli/test_terminal.py",

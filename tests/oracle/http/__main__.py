@@ -1,9 +1,11 @@
-"""Checks random histories over HTTP in process, and prints one line of JSON.
+"""Checks random histories over HTTP, and prints one line of JSON.
 
-Each failing history is made small and printed. Its seed can be kept in `failing.jsonl`.
+Each failing history is printed, and made small if possible. Seeds can be kept in `failing.jsonl`.
+`histories` and `dialects` run in this process on the toy model, `served` on the default model.
 
     python -m tests.oracle.http --cases 2000 --seed 1
     python -m tests.oracle.http --kind dialects --cases 300
+    python -m tests.oracle.http --kind served --cases 500
 """
 
 import argparse
@@ -13,65 +15,99 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from tests.oracle.check import Report
 from tests.oracle.histories import History, draw_history
 from tests.oracle.http.check import STAGE, HttpOracle
 from tests.oracle.http.dialects import dialect_problems, draw_for_dialects
+from tests.oracle.http.served import ServedOracle, served_oracle
+from tests.oracle.http.served import drawn_history as served_history
 from tests.oracle.http.toy_server import toy_server
 from tests.oracle.shrink import shrunk
 
 ENOUGH_FAILURES = 5
 
 
-def drawn_history(seed: int) -> History:
-    """The history of a seed."""
-    return draw_history(random.Random(f"http {seed}"), STAGE)
+class Histories:
+    """Histories of the toy model, in this process."""
+
+    def __init__(self, oracle: HttpOracle) -> None:
+        self._oracle = oracle
+
+    def drawn(self, seed: int) -> History:
+        return draw_history(random.Random(f"http {seed}"), STAGE)
+
+    def check(self, seed: int) -> Report:
+        return self._oracle.check(self.drawn(seed))
+
+    def explained(self, seed: int) -> str:
+        small = shrunk(self.drawn(seed), lambda each: bool(self._oracle.check(each).wrong))
+        return "\n  ".join([str(small), *self._oracle.check(small).wrong])
 
 
-def check_histories(oracle: HttpOracle, seed: int) -> Report:
-    return oracle.check(drawn_history(seed))
+class Dialects:
+    """Single requests on the toy model, each in all APIs."""
 
+    def __init__(self, oracle: HttpOracle) -> None:
+        self._oracle = oracle
 
-def check_dialects(oracle: HttpOracle, seed: int) -> Report:
-    drawn = draw_for_dialects(seed)
-    return Report(
-        oracle.run(dialect_problems(oracle, drawn)), Counter(dict.fromkeys(drawn.features, 1))
-    )
-
-
-CHECKS: dict[str, Callable[[HttpOracle, int], Report]] = {
-    "histories": check_histories,
-    "dialects": check_dialects,
-}
-
-
-def explained(oracle: HttpOracle, kind: str, seed: int) -> str:
-    """What is wrong with a seed: a small history that fails, or the request."""
-    if kind == "dialects":
+    def check(self, seed: int) -> Report:
         drawn = draw_for_dialects(seed)
-        wrong = check_dialects(oracle, seed).wrong
-        return "\n  ".join([f"seed {seed}: {list(drawn.prompt)} {drawn.features}", *wrong])
-    small = shrunk(drawn_history(seed), lambda each: bool(oracle.check(each).wrong))
-    return "\n  ".join([f"seed {seed}\n{small}", *oracle.check(small).wrong])
+        wrong = self._oracle.run(dialect_problems(self._oracle, drawn))
+        return Report(wrong, Counter(dict.fromkeys(drawn.features, 1)))
+
+    def explained(self, seed: int) -> str:
+        drawn = draw_for_dialects(seed)
+        told = f"{list(drawn.prompt)} {drawn.features}"
+        return "\n  ".join([told, *self.check(seed).wrong])
 
 
-def run(kind: str, seeds: range, *, shrinks: bool = True) -> dict[str, object]:
+class ServedHistories:
+    """Histories of a real server. Shrinking one would take hours."""
+
+    def __init__(self, oracle: ServedOracle) -> None:
+        self._oracle = oracle
+        self._wrong: list[str] = []
+
+    def check(self, seed: int) -> Report:
+        report = self._oracle.check(served_history(seed))
+        self._wrong = report.wrong
+        return report
+
+    def explained(self, seed: int) -> str:
+        return "\n  ".join([str(served_history(seed)), *self._wrong])
+
+
+@contextmanager
+def opened(kind: str) -> Iterator[Histories | Dialects | ServedHistories]:
+    if kind == "served":
+        with served_oracle() as served:
+            yield ServedHistories(served)
+        return
+    with tempfile.TemporaryDirectory() as name, toy_server(Path(name)) as server:
+        oracle = HttpOracle(server)
+        yield Histories(oracle) if kind == "histories" else Dialects(oracle)
+
+
+KINDS = ("histories", "dialects", "served")
+
+
+def run(kind: str, seeds: Sequence[int], *, explains: bool = True) -> dict[str, object]:
     """Check seeds, until enough of them have failed."""
     seen, failures, done = Counter[str](), list[int](), 0
     began = time.perf_counter()
-    with tempfile.TemporaryDirectory() as name, toy_server(Path(name)) as server:
-        oracle = HttpOracle(server)
+    with opened(kind) as checks:
         for seed in seeds:
-            report = CHECKS[kind](oracle, seed)
+            report = checks.check(seed)
             done += 1
             seen += report.seen
             if report.wrong:
                 failures.append(seed)
-                if shrinks:
-                    print(explained(oracle, kind, seed), file=sys.stderr, flush=True)
+                if explains:
+                    print(f"seed {seed}\n{checks.explained(seed)}", file=sys.stderr, flush=True)
             if len(failures) >= ENOUGH_FAILURES:
                 break
     return {
@@ -79,14 +115,14 @@ def run(kind: str, seeds: range, *, shrinks: bool = True) -> dict[str, object]:
         "cases": done,
         "failures": failures,
         "seconds": round(time.perf_counter() - began, 1),
-        "seed": seeds.start,
+        "seed": seeds[0] if seeds else None,
         "seen": dict(sorted(seen.items())),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kind", choices=sorted(CHECKS), default="histories")
+    parser.add_argument("--kind", choices=KINDS, default="histories")
     parser.add_argument("--cases", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
