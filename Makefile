@@ -19,7 +19,7 @@ step = @printf '\n==> %s\n' "$(1)"
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help serve programs browser test test-integration compiled walk test-quick oracle oracle-http scoreboard test-slow test-gpu test-native test-emulated test-vllm test-vllm-suite test-llamacpp-suite test-clients manifests nightly lint format bench wheel lock sbom clean
+.PHONY: help serve programs browser test test-integration compiled walk test-quick oracle oracle-http scoreboard test-slow test-gpu test-native test-emulated test-vllm test-vllm-suite test-llamacpp-suite test-clients mutants mutants-nightly manifests nightly lint format bench wheel lock sbom clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -132,7 +132,18 @@ test-llamacpp-suite: $(VENV)/.dev ## Run llama.cpp's own server tests (ARGS="uni
 manifests: $(VENV)/.dev ## Render the plain manifests of deploy/kubernetes from the Helm chart
 	@$(BIN)/python -m tests.support.references.helm
 
-nightly: test-slow test-native test-vllm test-clients ## Run all that takes too long for every change
+# Verdicts are lines of build/mutants/verdicts.jsonl. The first run measures which tests reach what: half an hour.
+BASE ?= main
+COUNT ?= 200
+SEED ?= 1
+mutants: $(VENV)/.dev ## Plant mistakes and report what no test notices, in what differs from BASE or in AREA (AREA=engine/runtime COUNT=50)
+	@$(BIN)/python -m tests.teeth.mutants $(AREA) --base $(BASE) --count $(COUNT) --seed $(SEED) $(ARGS)
+
+# Others each night, everywhere.
+mutants-nightly:
+	@$(MAKE) mutants AREA=engine COUNT=3000 SEED=$(shell date +%Y%m%d)
+
+nightly: test-slow test-native test-vllm test-clients mutants-nightly ## Run all that takes too long for every change
 
 # The sanitizers' runtimes must be there before Python; Python itself leaks at exit by design.
 SANITIZED := build/sanitized

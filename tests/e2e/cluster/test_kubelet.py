@@ -105,7 +105,7 @@ async def stop_under_load(pod: Pod) -> list[str]:
         for each in begun:
             await each.wait()
         pod.process.send_signal(signal.SIGTERM)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while await asyncio.to_thread(pod.probe, "readiness"):
             assert time.monotonic() < deadline
         # It still lives while it drains, if it has not ended by then.

@@ -130,7 +130,7 @@ def filled(path: str, objects: dict[str, str]) -> str:
 
 
 async def asked(client: httpx.AsyncClient, method: str, path: str, body: Any) -> tuple[int, str]:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         answer = await client.request(method, path, json=body)
     return answer.status_code, answer.text
 

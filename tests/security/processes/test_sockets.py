@@ -69,7 +69,7 @@ def test_a_pickle_in_a_request_is_never_unpickled(server: ServedEngine, tmp_path
         post = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
         head = post + b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(bomb)
         for payload in (bomb, framed, head + bomb):
-            with socket.create_connection((address.host, address.port), timeout=20) as connection:
+            with socket.create_connection((address.host, address.port), timeout=60) as connection:
                 connection.sendall(payload)
                 connection.shutdown(socket.SHUT_WR)
                 answer = connection.recv(65536)

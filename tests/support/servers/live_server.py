@@ -93,7 +93,7 @@ class LiveServer:
 
     @contextmanager
     def connect(self) -> Iterator[socket.socket]:
-        with socket.create_connection(("127.0.0.1", self.port), timeout=10) as connection:
+        with socket.create_connection(("127.0.0.1", self.port), timeout=60) as connection:
             yield connection
 
     def post_raw(self, connection: socket.socket, path: str, body: dict[str, Any]) -> None:

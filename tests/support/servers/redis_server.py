@@ -27,7 +27,7 @@ class RedisServer:
             [PROGRAM, *fixed, "--dir", str(self._folder), *self._options],
             stdout=subprocess.DEVNULL,
         )
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not self._answers():
             assert time.monotonic() < deadline and self.process.poll() is None, "no Redis"
             time.sleep(0.01)

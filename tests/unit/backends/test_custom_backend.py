@@ -122,8 +122,8 @@ async def test_a_request_cancelled_while_tokenizing_is_never_submitted():
     reading.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reading
-    await asyncio.sleep(0.05)
-    assert backend.num_open == 0
+    while backend.num_open:
+        await asyncio.sleep(0.001)
     assert not backend._link._requests
     await backend.stop()
 

@@ -274,7 +274,7 @@ async def test_an_exception_in_an_event_callback_ends_only_its_request():
     generation.deliver(TokenDelta("r", 0, (0,)))  # does not raise: it is the link's call
     generation.deliver(TokenDelta("r", 0, (1,)))
     with pytest.raises(ZeroDivisionError):
-        await asyncio.wait_for(feeding, 20)
+        await asyncio.wait_for(feeding, 60)
     assert told.forgotten == [None]
 
 

@@ -66,7 +66,7 @@ def request(number: int, max_tokens: int = 12) -> GenerateRequest:
 async def ask(link: EngineLink, number: int, max_tokens: int = 12) -> Inbox:
     inbox = Inbox()
     link.submit(request(number, max_tokens), inbox)
-    await asyncio.wait_for(inbox.ended.wait(), 20)
+    await asyncio.wait_for(inbox.ended.wait(), 60)
     return inbox
 
 
@@ -76,7 +76,7 @@ def expected(number: int, max_tokens: int = 12) -> list[int]:
 
 
 async def until(condition) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.01)
 
@@ -272,7 +272,7 @@ async def test_a_process_started_ahead_becomes_the_engine(monkeypatch):
         lambda on_message, on_exit: ProcessClient(WORKER, options, on_message, on_exit, process),
         RestartPolicy(),
     )
-    await asyncio.wait_for(link.start(), 20)
+    await asyncio.wait_for(link.start(), 60)
     assert link.pid == process.process.pid
     assert sent == [options], "an engine that has its options can't read them again"
     assert (await ask(link, 1)).tokens == expected(1)

@@ -240,7 +240,8 @@ async def test_a_slow_prefill_node_is_given_up(monkeypatch: pytest.MonkeyPatch) 
     cluster = Cluster(p="prefill", d="decode")
     cluster.ask()
     _, receiver = cluster.links["p"].sent["r:prefill"]
-    await asyncio.sleep(0.05)
+    while not cluster.links["p"].forgotten:
+        await asyncio.sleep(0.001)
     assert cluster.handover.prefilled.outcome == "late"
     assert cluster.links["p"].forgotten == ["r:prefill"]
     receiver.deliver(TokenDelta("r:prefill", 0, (1,), finish_reason="length"))  # too late

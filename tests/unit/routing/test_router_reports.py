@@ -104,7 +104,8 @@ async def test_a_model_is_served_before_all_backends_are_ready() -> None:
     one.has_started = two.has_started = False
     made = router(one, two)
     starting = asyncio.create_task(made.start())
-    await asyncio.sleep(0.01)
+    while not one.has_started:
+        await asyncio.sleep(0)
     assert text(await answer(made))
     assert describe_routes(made)["models"][0]["backends"][1]["state"] == "loading"
     assert not starting.done()

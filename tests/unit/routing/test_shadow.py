@@ -68,7 +68,7 @@ class Shadowed:
         return lane
 
     async def settle(self) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while self.lane["in_flight"] or self.lane["waiting"]:
                 await asyncio.sleep(0)
 

@@ -1,6 +1,7 @@
 """Grammars, prompt scores and vectors through the loop and the seam, over the toy model."""
 
 import re
+import threading
 import time
 
 import numpy as np
@@ -101,15 +102,17 @@ def test_a_grammar_that_does_not_compile_fails_only_its_request():
     assert engine.outcomes["good", 0].tokens == engine.expected("good", 0)[0]
 
 
-def test_a_request_can_be_aborted_while_its_grammar_compiles(monkeypatch):
-    grammars = Grammars(lambda: (time.sleep(0.2), vocabulary())[1])
+def test_a_request_can_be_aborted_while_its_grammar_compiles():
+    may_compile = threading.Event()
+    grammars = Grammars(lambda: (may_compile.wait(), vocabulary())[1])
     engine = ToyEngine(grammars=grammars)
     engine.submit("a", [1, 2], eos=(END,), grammar=lark("abc"), n=2)
     engine.turn()
     engine.channel.inbox.append(Abort("a"))
     finish(engine)
     assert {o.finish_reason for o in engine.outcomes.values()} == {"abort"}
-    time.sleep(0.3)
+    may_compile.set()
+    grammars.compile(lark("abc")).result()  # the one that was abandoned
     engine.turn(3)
     assert engine.scheduler.table.num_running == engine.scheduler.table.num_waiting == 0
 

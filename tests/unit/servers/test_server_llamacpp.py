@@ -262,7 +262,7 @@ async def test_slots_show_a_running_sequence(
     sent = {"prompt": "a", "n_predict": 5, "n_cmpl": 2}
     asking = asyncio.create_task(client.post("/completion", json=sent))
     busy: list[dict[str, Any]] = []
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while len(busy) != 1:
             await asyncio.sleep(0.01)
             slots = (await client.get("/slots")).json()

@@ -59,8 +59,15 @@ def test_systemd_is_notified_of_ready_watchdog_and_stopping(
 async def test_a_missing_notify_socket_is_ignored(path: str | None) -> None:
     told = ServiceManager(path, 0.01)
     told.tell("READY=1")
-    watching = asyncio.create_task(told.watch(lambda: True))
-    await asyncio.sleep(0.05)
+    looks: list[None] = []
+
+    def is_well() -> bool:
+        looks.append(None)
+        return True
+
+    watching = asyncio.create_task(told.watch(is_well))
+    while not watching.done() and len(looks) < 3:
+        await asyncio.sleep(0.001)
     assert watching.done() is (path is None)
     watching.cancel()
     await asyncio.gather(watching, return_exceptions=True)

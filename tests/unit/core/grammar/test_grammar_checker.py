@@ -160,7 +160,8 @@ async def test_close_ends_the_checker_process(checker: GrammarChecker) -> None:
     pid = checker.child_pid
     assert pid is not None
     waiting = asyncio.create_task(checker.check(grammar_text(SLOW_SPEC), "it"))
-    await asyncio.sleep(0.05)
+    while not checker._turn.locked():
+        await asyncio.sleep(0)
     await checker.close()
     assert not is_running(pid)
     with pytest.raises(asyncio.CancelledError):

@@ -48,7 +48,7 @@ def server(shared: LiveServer) -> LiveServer:
 
 
 def post(server: LiveServer, path: str = "/v1/embeddings", **body: object) -> httpx.Response:
-    return httpx.post(server.url + path, json={"model": MODEL} | body, timeout=10)
+    return httpx.post(server.url + path, json={"model": MODEL} | body, timeout=60)
 
 
 def vectors(response: httpx.Response) -> np.ndarray:

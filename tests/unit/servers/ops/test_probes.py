@@ -15,7 +15,7 @@ OWN_PORT = {"server": {"port": 0, "probe_port": 0}}
 
 
 def status(url: str) -> tuple[int, str]:
-    answer = httpx.get(url, timeout=10)
+    answer = httpx.get(url, timeout=60)
     return answer.status_code, answer.json()["status"]
 
 

@@ -43,12 +43,12 @@ async def queue(path: Path) -> AsyncIterator[Looking]:
 
 
 async def test_failures_of_any_kind_do_not_end_the_queue(queue: Looking) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await queue.has_looked.wait()
 
 
 async def test_news_end_its_rest(queue: Looking) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await queue.has_looked.wait()
         queue.has_looked.clear()
         queue.wake()
