@@ -2,8 +2,8 @@
 
 `python -m benchmarks.features.frontend` serves a model's text part over an engine that computes
 nothing, at a pace that a client on the same machine can follow. It prints CPU time per token of the
-main frontend process and of its writers. `--cold` prints the time from process start to the first
-completion instead.
+main frontend process and of its HTTP workers. `--cold` prints the time from process start to the
+first completion instead.
 """
 
 import argparse
@@ -76,21 +76,21 @@ class Server:
         """CPU time of all threads of the main process so far."""
         return _cpu_s(self.process.pid)
 
-    def writers(self) -> list[int]:
+    def http_workers(self) -> list[int]:
         """The other frontend processes."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
         return [pid for pid in map(int, children.split()) if WRITER in _command(pid)]
 
-    def settle(self, num_writers: int) -> None:
-        """Wait until the writers hold the connections, and until late routes are imported."""
-        while len(self.writers()) < num_writers:
+    def settle(self, num_workers: int) -> None:
+        """Wait until the HTTP workers hold the connections, and until late routes are imported."""
+        while len(self.http_workers()) < num_workers:
             time.sleep(0.05)
         time.sleep(2.0)
         for kind in PATHS:
             measure(self, kind, 4, 4)
 
-    def writers_cpu_s(self) -> float:
-        return sum(map(_cpu_s, self.writers()))
+    def workers_cpu_s(self) -> float:
+        return sum(map(_cpu_s, self.http_workers()))
 
     def stop(self) -> None:
         os.killpg(self.process.pid, signal.SIGTERM)
@@ -141,21 +141,21 @@ def drain(connections: list[socket.socket]) -> tuple[int, int]:
 def measure(server: Server, kind: str, num_streams: int, num_tokens: int) -> dict[str, float]:
     """Measure one wave of streams."""
     connections = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(num_streams)]
-    cpu, writers, began = server.cpu_s(), server.writers_cpu_s(), time.perf_counter()
+    cpu, workers, began = server.cpu_s(), server.workers_cpu_s(), time.perf_counter()
     for connection in connections:
         connection.sendall(request(kind, server, num_tokens))
     num_events, num_reads = drain(connections)
     seconds, cpu = time.perf_counter() - began, server.cpu_s() - cpu
-    writers = server.writers_cpu_s() - writers
+    workers = server.workers_cpu_s() - workers
     for connection in connections:
         connection.close()
     total = num_streams * num_tokens
     # Events besides tokens: the finish, and a chat's role.
     extra = num_streams * (2 if kind == "chat" else 1)
-    busiest = max(cpu, writers / max(len(server.writers()), 1))
+    busiest = max(cpu, workers / max(len(server.http_workers()), 1))
     return {
         "cpu_us_per_token": cpu / total * 1e6,
-        "writers_us_per_token": writers / total * 1e6,
+        "workers_us_per_token": workers / total * 1e6,
         # What the frontend could send if its busiest process had a core of its own
         "ceiling_tokens_per_s": total / busiest,
         "tokens_per_s": total / seconds,

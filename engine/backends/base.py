@@ -315,11 +315,11 @@ class InferenceBackend(ABC):
         self, content: ChatRequest | str, *, model: str = "", **how: Unpack[Tokenizing]
     ) -> tuple[int, ...]:
         """Token ids of a conversation or a text. `model` is a model id; empty means the default."""
-        raise InvalidRequestError("This model's backend does not tell its tokens.", param="model")
+        raise InvalidRequestError("This model's backend shares no tokenizer.", param="model")
 
     async def detokenize(self, token_ids: tuple[int, ...], *, model: str = "") -> str:
         """The text of token ids. Control tokens are shown by their names."""
-        raise InvalidRequestError("This model's backend does not tell its tokens.", param="model")
+        raise InvalidRequestError("This model's backend shares no tokenizer.", param="model")
 
     async def token_bytes(self, token_ids: tuple[int, ...], *, model: str = "") -> list[bytes]:
         """The text of each token by itself, in UTF-8. A token may be part of a character. Control

@@ -27,8 +27,8 @@ BackendsOption = Annotated[
     str,
     typer.Option(
         metavar="NAME,...",
-        help="Kinds, names of [backends], addresses; NAME=KIND or NAME=URL names one."
-        " The first is the reference.",
+        help="Backends: kinds, names of [backends] or URLs. NAME=KIND or NAME=URL gives one a name."
+        " The others are compared with the first.",
     ),
 ]
 OptionOption = Annotated[

@@ -39,8 +39,8 @@ NUM_BAD_CHECKS = 2
 LOAD_STALLED_S = 900.0
 FIRST_LOAD_S = 6 * 3600.0  # nothing is known yet
 MIN_LOAD_S = 3600.0
-# Seconds for which a restart may make no headway, with the pauses between its attempts. Open
-# requests wait for less, and the pause after too many deaths is shorter.
+# An engine that is restarted may load nothing for this many seconds, pauses between attempts
+# included. It is longer than open requests wait, and than the pause after too many deaths.
 MIN_DOWN_S = 180.0
 TIMES_LONGER = 10.0
 

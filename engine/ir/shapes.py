@@ -36,7 +36,7 @@ def embed(_: Lookup | NoAttributes, inputs: Values, weights: Values) -> Value:
 def embed_positions(_: Lookup, inputs: Values, weights: Values) -> Value:
     """The shape of the sum of rows from two or three tables, by the ids of each."""
     if len(inputs) not in (2, 3):
-        raise ShapeError(f"takes the ids of 2 or 3 tables, found {len(inputs)}")
+        raise ShapeError(f"takes ids for 2 or 3 embedding tables, found {len(inputs)}")
     tables = _take(weights, len(inputs), "weights")
     first, *more = (
         embed(NoAttributes(), (ids,), (table,)) for ids, table in zip(inputs, tables, strict=True)

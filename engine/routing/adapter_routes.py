@@ -28,7 +28,7 @@ def adapter_cards(route: Route, base: ModelCard) -> list[ModelCard]:
 
 
 def adapter_card(name: str, route: Route, base: ModelCard) -> ModelCard:
-    """The card of one adapter. A backend that is not loaded does not tell when it was added."""
+    """The card of one adapter. When it was added is unknown while its backend is not loaded."""
     cards = (card for each in _backends(route) for card in each.models())
     told = next((card for card in cards if card.id == name), base)
     return base.of_adapter(name, told.created, told.tenant)

@@ -126,8 +126,9 @@ class RunnerSpec:
     verifies_drafts: bool = False
     # Whether a decode row of several tokens gives exactly the logits that rows of one token give.
     has_exact_drafts: bool = False
-    # Whether steps are kept even while sequences decode (`pacing.py`), instead of within a target
-    # duration. Steps with prefill are padded to one of `step_sizes`, if they are not larger.
+    # Whether steps are kept even while sequences decode (`prefill_throttle.py`), instead of within
+    # a target duration. Steps with prefill are padded to one of `step_sizes`, if they are not
+    # larger.
     paces: bool = False
     step_sizes: tuple[int, ...] = ()
 

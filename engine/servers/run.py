@@ -32,7 +32,7 @@ from engine.servers.serving.services import Services
 
 if TYPE_CHECKING:
     from engine.routing.nodes.manager import NodeManager
-    from engine.servers.http_workers.pool import Writers
+    from engine.servers.http_workers.pool import HttpWorkers
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ class HttpServer:
         self._reloading: asyncio.Task[None] | None = None
         if probe_sock is not None:
             services.components.insert(0, ProbeServer(services, probe_sock))
-        self.writers: Writers | None = None
+        self.http_workers: HttpWorkers | None = None
         self._connecting: set[asyncio.Task[None]] = set()
         self._nodes: NodeManager | None = app.state.nodes
         upgrades = {} if self._nodes is None else self._nodes.upgrades
@@ -159,8 +159,8 @@ class HttpServer:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            if self.writers is not None:
-                await self.writers.stop(CLOSE_TIMEOUT_S)
+            if self.http_workers is not None:
+                await self.http_workers.stop(CLOSE_TIMEOUT_S)
             for component in reversed(self._services.components):
                 await component.stop()
             await self._services.backend.stop()
@@ -225,16 +225,17 @@ class HttpServer:
         """
         services = self._services
         count = num_frontends(services.settings.server, is_accelerated=is_accelerated) - 1
-        if count == 0 or self.writers is not None:
+        if count == 0 or self.http_workers is not None:
             return
-        from engine.servers.http_workers.pool import Writers  # imported late: few servers have any
+        # Imported late, because few servers have any.
+        from engine.servers.http_workers.pool import HttpWorkers
 
         while not self._uvicorn.started:
             await asyncio.sleep(0.01)
         # uvicorn closes its descriptor of the socket when it accepts no more connections.
         shared = (self._app, self._sock.dup(), services.settings)
-        self.writers = Writers(*shared, self._accept, self._uvicorn.servers[0].close)
-        await self.writers.start(count)
+        self.http_workers = HttpWorkers(*shared, self._accept, self._uvicorn.servers[0].close)
+        await self.http_workers.start(count)
 
     def _accept(self, connection: socket.socket) -> None:
         """Serve a connection in this process."""

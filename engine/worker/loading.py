@@ -175,8 +175,8 @@ def log_plan(device: DeviceInfo, plan: MemoryPlan, num_ranks: int = 1) -> None:
 
 
 def runner_config(options: EngineOptions, device: DeviceInfo, plan: MemoryPlan) -> RunnerConfig:
-    """The config of a runner. What is not found or planned has the value of the option of its
-    name.
+    """The config of a runner: from the engine options of the same names, the device and the memory
+    plan.
     """
     names = {field.name for field in fields(RunnerConfig)}
     given = {name: each for name, each in msgspec.structs.asdict(options).items() if name in names}

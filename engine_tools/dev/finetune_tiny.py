@@ -127,7 +127,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--text", type=Path, help="a file of lines to learn; default: a few of ours"
     )
-    parser.add_argument("--question", default=QUESTION, help="what to continue before and after")
+    parser.add_argument(
+        "--question",
+        default=QUESTION,
+        help="a prompt that the model continues, before training and after it",
+    )
     parser.add_argument("--output", type=Path, help="a new folder; default: a temporary one")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--rate", type=float, default=2e-4, help="learning rate")

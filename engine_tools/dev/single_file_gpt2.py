@@ -223,7 +223,7 @@ def generate(
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", type=Path, help="a Hugging Face folder; default: random weights")
-    parser.add_argument("--vocab", type=Path, help="a folder with the vocabulary's two files")
+    parser.add_argument("--vocab", type=Path, help="a folder with vocab.json and merges.txt")
     parser.add_argument("--prompt", default="Once upon a time", help="needs a vocabulary")
     parser.add_argument("--ids", type=int, nargs="+", help="token ids instead of a prompt")
     parser.add_argument("--tokens", type=int, default=40, help="how many to add")

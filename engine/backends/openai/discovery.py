@@ -184,7 +184,7 @@ class Discovery:
         told = await self._object("/v1/capabilities")
         models = [each for each in told.get("models", ()) if each.get("id") == model]
         if not models:
-            raise ConfigError("the server does not tell its model's capabilities.", param="dialect")
+            raise ConfigError("the server does not list its model's capabilities.", param="dialect")
         can: dict[str, str] = models[0].get("capabilities") or {}
         return Facts(
             capabilities=tuple(can),

@@ -180,7 +180,7 @@ def _read(body: bytes, field: str, kind: Any) -> Any:
 T = TypeVar("T")
 Asked = ChatRequest | CompletionRequest
 PROBE_TIMEOUT_S = 10.0
-_NO_TOKENS = "This model's server does not tell its tokens."
+_NO_TOKENS = "This model's server shares no tokenizer."
 
 
 class ServerLink:
@@ -304,7 +304,7 @@ class ServerLink:
         if isinstance(prompt, str):
             if self._dialect.tokens is None:
                 raise InvalidRequestError(
-                    "max_tokens is needed here: the model's server does not tell how many tokens "
+                    "max_tokens is needed here: the model's server does not report how many tokens "
                     "a prompt has.",
                     param="max_tokens",
                 )

@@ -75,7 +75,8 @@ def bench(
         int, typer.Option("--concurrency", "--max-concurrency", min=1, help="Requests at once.")
     ] = 8,
     prompt_tokens: Annotated[
-        int, typer.Option("--prompt-tokens", "--random-input-len", min=1, help="About so many.")
+        int,
+        typer.Option("--prompt-tokens", "--random-input-len", min=1, help="Of a prompt, roughly."),
     ] = 128,
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", "--random-output-len", min=1, help="Of each answer.")

@@ -82,4 +82,4 @@ class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     steps: tuple[StepTime, ...]  # the latest, oldest first
     tree: TreeSize
     tenants: tuple[TenantShare, ...]
-    kernels: tuple[KernelShare, ...]  # empty if the framework does not tell
+    kernels: tuple[KernelShare, ...]  # empty if the framework does not report them

@@ -1,7 +1,7 @@
 """The rows that describe how model families write tool calls and reasoning; reasoning formats.
 
-The parser, the grammar and the writer of a format follow from its row. `call_rows.py` has the rows
-of call formats.
+The parser, the grammar and the writer of a format follow from its row. `tool_formats.py` has the
+rows of call formats.
 """
 
 import re

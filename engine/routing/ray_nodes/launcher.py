@@ -121,7 +121,7 @@ class RayNodes:
                 asked[ray.get_actor(name).failure.remote()] = name.partition(RANK)[0]
         if not asked:
             return {}
-        # An actor that waits for room or is being restarted does not answer.
+        # An actor that waits for free resources or is being restarted does not answer.
         done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_S)
         found = {}
         for each in done:
@@ -134,7 +134,9 @@ class RayNodes:
         return found
 
     def scale_to(self, count: int, plan: NodePlan) -> None:
-        """Start nodes, or let some leave: first those that wait for room, then the newest."""
+        """Start nodes, or let some leave: first those that wait for free resources, then the
+        newest.
+        """
         names, waiting = self.names(), set(self.waiting())
         kept_first = sorted(names, key=lambda name: (name in waiting, name))
         for name in kept_first[count:]:
@@ -146,7 +148,9 @@ class RayNodes:
             self._start(name, plan)
 
     def leave(self, name: str) -> None:
-        """Ask a node to finish its open requests and end. One that has no room is removed."""
+        """Ask a node to finish its open requests and end. A node for which the cluster has no free
+        resources yet is removed at once.
+        """
         if _state(self._groups().get(name)) == "CREATED":
             self._leaving.add(name)
             with contextlib.suppress(ValueError):  # it has just gone
@@ -155,8 +159,8 @@ class RayNodes:
             self.remove(name)
 
     def remind(self) -> None:
-        """Ask the nodes that should leave again: an actor that is being restarted does not hear.
-        Remove what is left of nodes that have gone.
+        """Repeat the request to leave, because an actor that is being restarted misses it. Remove
+        what is left of nodes that have gone.
         """
         for name in set(self._all_names()).symmetric_difference(self._groups()):
             self.remove(name)

@@ -200,7 +200,7 @@ class AdapterSlots(Extension):
         return self._known[path][1]
 
     def _keep(self, path: str, job: "Future[_Loaded]") -> _Loaded:
-        """The result of a finished job, which is now kept in host memory."""
+        """Keep the adapter that a finished load has read in host memory, and return it."""
         self._loading.pop(path, None)
         try:
             loaded = job.result()

@@ -25,7 +25,7 @@ class Placed:
     vector_of: dict[int, int] | None = None
 
     def among(self, start: int, end: int) -> tuple[int, int]:
-        """Which of its positions, by their index, are from `start` to `end` - 1."""
+        """The range of indices in `places` whose positions are from `start` to `end` - 1."""
         if self.places is None:
             low = min(max(start, self.first), self.end)
             return low - self.first, max(low, min(end, self.end)) - self.first

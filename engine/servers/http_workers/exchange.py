@@ -1,4 +1,4 @@
-"""A request that arrived at a writer, as the main process handles it."""
+"""A request that arrived at an HTTP worker, as the main process handles it."""
 
 import asyncio
 from collections import deque
@@ -12,8 +12,8 @@ from engine.servers.http.protocol import with_direct_body
 from engine.servers.http_workers.messages import Ended, Header, Opened, Part, Start, Want
 
 
-class WriterEnd(Protocol):
-    """The writer that holds the connection."""
+class WorkerEnd(Protocol):
+    """The HTTP worker that holds the connection."""
 
     @property
     def is_full(self) -> bool: ...
@@ -28,14 +28,14 @@ class Exchange:
     `DirectBody`.
     """
 
-    def __init__(self, opened: Opened, writer: WriterEnd) -> None:
+    def __init__(self, opened: Opened, worker: WorkerEnd) -> None:
         self._number = opened.number
-        self._writer = writer
+        self._worker = worker
         self._parts: deque[Part] = deque()
         self._has_whole_body = opened.body is not None
         if opened.body is not None:
             self._parts.append(Part(opened.number, opened.body, True))
-        self._has_asked = False  # whether the writer was asked for the next part
+        self._has_asked = False  # whether the worker was asked for the next part
         self._is_gone = False
         self._is_complete = False
         self._is_blocked = False
@@ -46,7 +46,7 @@ class Exchange:
         while not (self._parts or self._is_gone or self._is_complete):
             if not (self._has_whole_body or self._has_asked):
                 self._has_asked = True
-                self._writer.send(Want(self._number))
+                self._worker.send(Want(self._number))
             await self._change()
         if not self._parts:
             return {"type": "http.disconnect"}
@@ -54,31 +54,31 @@ class Exchange:
         return {"type": "http.request", "body": part.body, "more_body": not part.is_last}
 
     async def send(self, message: Message) -> None:
-        while (self._is_blocked or self._writer.is_full) and not self._is_gone:
+        while (self._is_blocked or self._worker.is_full) and not self._is_gone:
             await self._change()
         if self._is_gone:
             return
         if message["type"] == "http.response.start":
             headers: Sequence[Header] = message.get("headers", ())
-            self._writer.send(Start(self._number, message["status"], list(headers)))
+            self._worker.send(Start(self._number, message["status"], list(headers)))
             return
-        self._writer.write(self._number, bytes(message.get("body", b"")))
+        self._worker.write(self._number, bytes(message.get("body", b"")))
         if not message.get("more_body", False):
             self._is_complete = True
-            self._writer.send(Ended(self._number, True))
+            self._worker.send(Ended(self._number, True))
             self.wake()
 
     def write(self, body: bytes) -> bool:
-        if self._is_blocked or self._is_gone or self._writer.is_full:
+        if self._is_blocked or self._is_gone or self._worker.is_full:
             return False
-        self._writer.write(self._number, body)
+        self._worker.write(self._number, body)
         return True
 
     def end(self) -> None:
         """The application has returned."""
         del self.scope["extensions"]  # it refers to this object
         if not self._is_complete:
-            self._writer.send(Ended(self._number, False))
+            self._worker.send(Ended(self._number, False))
 
     def add(self, part: Part) -> None:
         self._has_asked = False

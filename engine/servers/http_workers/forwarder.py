@@ -1,4 +1,4 @@
-"""The application of a writer process. It forwards each request to the main process, and writes the
+"""The application of an HTTP worker. It forwards each request to the main process, and writes the
 answer that comes back.
 """
 
@@ -19,7 +19,7 @@ from engine.servers.http_workers.messages import (
     Opened,
     Part,
     Start,
-    ToWriter,
+    ToWorker,
     Want,
 )
 
@@ -27,7 +27,7 @@ from engine.servers.http_workers.messages import (
 class Forwarder:
     """An ASGI application over the main process at the other end of `pipe`."""
 
-    def __init__(self, pipe: Connection[ToWriter]) -> None:
+    def __init__(self, pipe: Connection[ToWorker]) -> None:
         self._pipe = pipe
         self._numbers = itertools.count(1)
         self._requests: dict[int, Forwarded] = {}
@@ -40,7 +40,7 @@ class Forwarder:
         finally:
             del self._requests[number]
 
-    def on_message(self, message: ToWriter) -> None:
+    def on_message(self, message: ToWorker) -> None:
         if isinstance(message, Chunks):
             get = self._requests.get
             for number, body in message.chunks:
@@ -56,7 +56,7 @@ class Forwarder:
 class Forwarded:
     """One request. What the main process sends is written at once, or queued for `run`."""
 
-    def __init__(self, number: int, pipe: Connection[ToWriter], body: CycleBody) -> None:
+    def __init__(self, number: int, pipe: Connection[ToWorker], body: CycleBody) -> None:
         self._number = number
         self._pipe = pipe
         self._body = body

@@ -1,4 +1,4 @@
-"""The entry point of a writer process. It holds connections, parses HTTP, and writes answers.
+"""The entry point of an HTTP worker. It holds connections, parses HTTP, and writes answers.
 
 The process takes its connections and its settings from inherited sockets. It exits when the main
 process asks for it or is gone.
@@ -24,7 +24,7 @@ from engine.servers.http.protocol import (
     serve_connection,
 )
 from engine.servers.http_workers.forwarder import Forwarder
-from engine.servers.http_workers.messages import Close, Hello, Load, Setup, Taken, ToWriter
+from engine.servers.http_workers.messages import Close, Hello, Load, Setup, Taken, ToWorker
 
 # The name is not __name__, because this module runs as __main__.
 logger = logging.getLogger("engine.servers.http_workers.main")
@@ -33,13 +33,13 @@ SETUP_TIMEOUT_S = 30.0
 LOAD_INTERVAL_S = 0.5
 
 
-class WriterProcess:
+class HttpWorkerProcess:
     """Serves the connections that arrive at `door`, and exchanges messages over `sock`."""
 
     def __init__(self, setup: Setup, sock: socket.socket, door: socket.socket) -> None:
         self._sock = sock
         self._door = door
-        self._pipe: Connection[ToWriter] = Connection(ToWriter, self._on_message, self._on_lost)
+        self._pipe: Connection[ToWorker] = Connection(ToWorker, self._on_message, self._on_lost)
         self._forwarder = Forwarder(self._pipe)
         self._server = http_server(self._forwarder, CLOSE_TIMEOUT_S, setup.tls)
         self._connecting: set[asyncio.Task[None]] = set()
@@ -87,7 +87,7 @@ class WriterProcess:
             await asyncio.sleep(LOAD_INTERVAL_S)
             self._pipe.send(Load(len(self._server.server_state.connections)))
 
-    def _on_message(self, message: ToWriter) -> None:
+    def _on_message(self, message: ToWorker) -> None:
         if isinstance(message, Close):
             self._server.should_exit = True
         else:
@@ -120,7 +120,7 @@ def main(socket_fd: int, door_fd: int, parent_pid: int) -> int:
 
 
 async def _serve(setup: Setup, sock: socket.socket, door: socket.socket) -> None:
-    await WriterProcess(setup, sock, door).run()
+    await HttpWorkerProcess(setup, sock, door).run()
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""The messages between the main process and a writer. A request has a number, which its writer
-chose.
+"""The messages between the main process and an HTTP worker. A request has a number, which its
+worker chose.
 """
 
 import msgspec
@@ -8,7 +8,7 @@ Header = tuple[bytes, bytes]
 
 
 class Setup(msgspec.Struct, frozen=True, array_like=True, tag="setup"):
-    """Main to writer, once: how to serve connections."""
+    """Main to worker, once: how to serve connections."""
 
     log_level: str
     log_format: str
@@ -16,23 +16,23 @@ class Setup(msgspec.Struct, frozen=True, array_like=True, tag="setup"):
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
-    """Writer to main, once: connections can be passed."""
+    """Worker to main, once: connections can be passed."""
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
-    """Writer to main, twice a second: a sign of life, and the number of its connections."""
+    """Worker to main, twice a second: a sign of life, and the number of its connections."""
 
     num_connections: int
 
 
 class Taken(msgspec.Struct, frozen=True, array_like=True, tag="taken"):
-    """Writer to main: it has taken this many of the connections that were passed to it."""
+    """Worker to main: it has taken this many of the connections that were passed to it."""
 
     count: int
 
 
 class Opened(msgspec.Struct, frozen=True, array_like=True, tag="opened"):
-    """Writer to main: a request's head. `body` is the whole body, or None if more of it is to come.
+    """Worker to main: a request's head. `body` is the whole body, or None if more of it is to come.
     The other fields are those of an ASGI scope.
     """
 
@@ -50,13 +50,13 @@ class Opened(msgspec.Struct, frozen=True, array_like=True, tag="opened"):
 
 
 class Want(msgspec.Struct, frozen=True, array_like=True, tag="want"):
-    """Main to writer: the application waits for the next part of a request's body."""
+    """Main to worker: the application waits for the next part of a request's body."""
 
     number: int
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True, tag="part"):
-    """Writer to main: a part of a request's body."""
+    """Worker to main: a part of a request's body."""
 
     number: int
     body: bytes
@@ -64,25 +64,25 @@ class Part(msgspec.Struct, frozen=True, array_like=True, tag="part"):
 
 
 class Gone(msgspec.Struct, frozen=True, array_like=True, tag="gone"):
-    """Writer to main: the client has disconnected."""
+    """Worker to main: the client has disconnected."""
 
     number: int
 
 
 class Blocked(msgspec.Struct, frozen=True, array_like=True, tag="blocked"):
-    """Writer to main: the client reads its answer too slowly."""
+    """Worker to main: the client reads its answer too slowly."""
 
     number: int
 
 
 class Drained(msgspec.Struct, frozen=True, array_like=True, tag="drained"):
-    """Writer to main: the client has read all that was written."""
+    """Worker to main: the client has read all that was written."""
 
     number: int
 
 
 class Start(msgspec.Struct, frozen=True, array_like=True, tag="start"):
-    """Main to writer: the head of an answer."""
+    """Main to worker: the head of an answer."""
 
     number: int
     status: int
@@ -90,21 +90,21 @@ class Start(msgspec.Struct, frozen=True, array_like=True, tag="start"):
 
 
 class Chunks(msgspec.Struct, frozen=True, array_like=True, tag="chunks"):
-    """Main to writer: parts of the bodies of answers, each with the request's number."""
+    """Main to worker: parts of the bodies of answers, each with the request's number."""
 
     chunks: list[tuple[int, bytes]]
 
 
 class Ended(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
-    """Main to writer: nothing follows. If not `is_whole`, the answer broke off."""
+    """Main to worker: nothing follows. If not `is_whole`, the answer broke off."""
 
     number: int
     is_whole: bool
 
 
 class Close(msgspec.Struct, frozen=True, array_like=True, tag="close"):
-    """Main to writer: close all connections, and exit."""
+    """Main to worker: close all connections, and exit."""
 
 
-ToWriter = Setup | Want | Start | Chunks | Ended | Close
-FromWriter = Hello | Load | Taken | Opened | Part | Gone | Blocked | Drained
+ToWorker = Setup | Want | Start | Chunks | Ended | Close
+FromWorker = Hello | Load | Taken | Opened | Part | Gone | Blocked | Drained

@@ -1,8 +1,8 @@
-"""Starts the writers and passes connections to them.
+"""Starts the HTTP workers and passes connections to them.
 
-The main process accepts connections itself until the first writer is ready, and whenever none is.
-So a server is reachable while its writers start, and even if they can't start. A writer that died
-is started again. The clients of its connections have lost them; no other request notices. A writer
+The main process accepts connections itself until the first worker is ready, and whenever none is.
+So a server is reachable while its workers start, and even if they can't start. A worker that died
+is started again. The clients of its connections have lost them; no other request notices. A worker
 that is frozen gets no connections. If it stays frozen, it is killed and replaced.
 """
 
@@ -19,19 +19,20 @@ from engine.core.config_schema import Settings
 from engine.core.observability.logging import current_setup
 from engine.frontend.liveness_monitor import LivenessVerdict
 from engine.servers.http_workers.messages import Setup
-from engine.servers.http_workers.writer import Writer
+from engine.servers.http_workers.worker import HttpWorker
 
 logger = logging.getLogger(__name__)
 
 MAX_ACCEPTED = 64  # connections per iteration of the event loop
-COOL_DOWN_S = 60.0  # after too many deaths of writers
-RETRY_S = 5.0  # after a writer could not be started
+COOL_DOWN_S = 60.0  # after too many deaths of workers
+RETRY_S = 5.0  # after a worker could not be started
 CHECK_S = 0.5
 
 
-class Writers:
-    """The writers of a server. `sock` is the server's socket. `accept_here` serves a connection in
-    this process. `stop_accepting` is called once, when connections are accepted here no longer.
+class HttpWorkers:
+    """The HTTP workers of a server. `sock` is the server's socket. `accept_here` serves a
+    connection in this process. `stop_accepting` is called once, when connections are accepted here
+    no longer.
     """
 
     def __init__(
@@ -49,18 +50,18 @@ class Writers:
         self._accept_here = accept_here
         self._stop_accepting = stop_accepting
         self._is_accepting = self._is_stopping = False
-        self._writers: list[Writer] = []
+        self._workers: list[HttpWorker] = []
         self._restarts = RestartPolicy()
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
 
     @property
     def pids(self) -> list[int]:
-        return [each.pid for each in self._writers]
+        return [each.pid for each in self._workers]
 
     @property
     def num_ready(self) -> int:
-        return sum(each.is_ready for each in self._writers)
+        return sum(each.is_ready for each in self._workers)
 
     async def start(self, count: int) -> None:
         for _ in range(count):
@@ -69,7 +70,7 @@ class Writers:
         self._keep(self._watch())
 
     async def stop(self, grace_s: float) -> None:
-        """Stop accepting, let the open requests finish within `grace_s`, and end the writers."""
+        """Stop accepting, let the open requests finish within `grace_s`, and end the workers."""
         self._is_stopping = True
         if self._is_accepting:
             self._loop.remove_reader(self._sock.fileno())
@@ -77,17 +78,17 @@ class Writers:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.gather(*(each.close(grace_s) for each in self._writers))
+        await asyncio.gather(*(each.close(grace_s) for each in self._workers))
 
     async def _add(self) -> bool:
-        """Start a writer. Returns False if that is not possible now."""
+        """Start an HTTP worker. Returns False if that is not possible now."""
         try:
-            writer = Writer(self._app, self._setup, self._on_ready, self._on_lost)
+            worker = HttpWorker(self._app, self._setup, self._on_ready, self._on_lost)
         except OSError:  # such as too many open files or processes
             logger.exception("a frontend process could not be started; it is tried again")
             return False
-        self._writers.append(writer)
-        await writer.begin()
+        self._workers.append(worker)
+        await worker.begin()
         return True
 
     async def _add_later(self, delay: float) -> None:
@@ -108,40 +109,40 @@ class Writers:
             self._sock.setblocking(False)
             self._loop.add_reader(self._sock.fileno(), self._accept)
 
-    def _on_lost(self, writer: Writer) -> None:
-        self._writers.remove(writer)
+    def _on_lost(self, worker: HttpWorker) -> None:
+        self._workers.remove(worker)
         if self._is_stopping:
             return
         delay = self._restarts.delay_after_death()
         logger.error("a frontend process ended, with the connections of its clients")
-        writer.kill()
-        for connection in writer.not_taken():
+        worker.kill()
+        for connection in worker.not_taken():
             self._pass_on(connection)
-        self._keep(self._replace(writer, COOL_DOWN_S if delay is None else delay))
+        self._keep(self._replace(worker, COOL_DOWN_S if delay is None else delay))
 
     def _keep(self, work: Coroutine[None, None, None]) -> None:
-        """Run a coroutine until the writers stop."""
+        """Run a coroutine until the HTTP workers stop."""
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _watch(self) -> None:
-        """Wake writers that are silent, and kill those that do not go on."""
+        """Wake workers that are silent, and kill those that do not go on."""
         while True:
             await asyncio.sleep(CHECK_S)
-            for writer in list(self._writers):
-                verdict = writer.check()
+            for worker in list(self._workers):
+                verdict = worker.check()
                 if verdict is LivenessVerdict.WAKE:
-                    logger.error("a frontend process is silent; waking it (%s)", writer.silence)
-                    writer.wake()
+                    logger.error("a frontend process is silent; waking it (%s)", worker.silence)
+                    worker.wake()
                 elif verdict is LivenessVerdict.GIVE_UP:
                     logger.error(
-                        "a frontend process is still silent; killing it (%s)", writer.silence
+                        "a frontend process is still silent; killing it (%s)", worker.silence
                     )
-                    writer.kill()  # its pipe ends, which calls `_on_lost`
+                    worker.kill()  # its pipe ends, which calls `_on_lost`
 
-    async def _replace(self, writer: Writer, delay: float) -> None:
-        await writer.ended()
+    async def _replace(self, worker: HttpWorker, delay: float) -> None:
+        await worker.ended()
         await self._add_later(delay)
 
     def _accept(self) -> None:
@@ -158,9 +159,9 @@ class Writers:
             self._pass_on(connection)
 
     def _pass_on(self, connection: socket.socket) -> None:
-        """Pass a connection to the writer that has the fewest."""
-        ready = [each for each in self._writers if each.is_ready and not each.is_frozen]
-        for writer in sorted(ready, key=lambda each: each.num_connections):
-            if writer.take(connection):
+        """Pass a connection to the worker that has the fewest."""
+        ready = [each for each in self._workers if each.is_ready and not each.is_frozen]
+        for worker in sorted(ready, key=lambda each: each.num_connections):
+            if worker.take(connection):
                 return
         self._accept_here(connection)

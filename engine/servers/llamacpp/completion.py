@@ -75,7 +75,7 @@ class Prompts(msgspec.Struct, frozen=True):
 
     prompts: tuple[str | tuple[int, ...], ...]
     texts: tuple[str, ...]
-    longest: int | None  # number of tokens; None if the backend does not tell its tokens
+    longest: int | None  # number of tokens; None if the backend gives no access to its tokenizer
     info: TokenizerInfo | None
     suffix: str | None = None
 

@@ -28,7 +28,7 @@ from engine.servers.serving.services import Services, json_response
 # The version of Ollama whose API this is. Clients use it to find out what the server can do.
 OLLAMA_VERSION = "0.13.0"
 NEVER = "9999-12-31T23:59:59Z"
-_FAMILY = "engine"  # what answers; the card does not tell the model's architecture
+_FAMILY = "engine"  # the program that answers; the card does not have the model's architecture
 # Our names of a model's abilities, and Ollama's.
 _CAPABILITIES = {
     "completions": "completion",

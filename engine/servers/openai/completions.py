@@ -207,7 +207,7 @@ def check_structure(
     if body.return_progress and not body.stream:
         services.warn(request, "return_progress", "has no effect on an answer that is not streamed")
     if body.reports_progress and "return_progress" in card.lacks:
-        services.warn(request, "return_progress", f"its backend ({card.backend}) does not tell it")
+        services.warn(request, "return_progress", f"its backend ({card.backend}) reports none")
     if body.continuous_usage and not body.include_usage:
         param = "stream_options.continuous_usage_stats"
         services.warn(request, param, "has no effect without include_usage")

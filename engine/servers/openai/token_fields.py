@@ -159,7 +159,7 @@ async def allowed_alternatives(
     if wanted == ALL:
         info = await services.backend.tokenizer_info(model=card.id)
         if info is None:
-            what = f"the backend of {card.id} does not tell the size of its vocabulary"
+            what = f"the backend of {card.id} does not report the size of its vocabulary"
             raise InvalidRequestError(f"{name} can't be -1 here: {what}.", param=name)
         wanted = info.vocab_size
     if most != ALL and wanted > most:

@@ -169,7 +169,7 @@ def add_tokenize_routes(app: FastAPI, services: Services) -> None:
         card = services.choose_model(request, parse_query(TokenizerQuery, request).model)
         info = await services.backend.tokenizer_info(model=card.id)
         if info is None:
-            raise NotFoundError(f"The backend of {card.id} does not tell its tokenizer.")
+            raise NotFoundError(f"The backend of {card.id} does not name its tokenizer.")
         return json_response(tokenizer_body(info, card))
 
 

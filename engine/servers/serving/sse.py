@@ -2,7 +2,7 @@
 
 If the backend refuses a request, the client should get an HTTP error. But headers should not wait
 for a long prefill. So the server sends them when the engine begins with the request, or with the
-first event. A backend that does not tell when it begins has `ACCEPT_WAIT_S` seconds to refuse the
+first event. A backend that does not report when it begins has `ACCEPT_WAIT_S` seconds to refuse the
 request, after it has checked the prompt. If nothing is sent for a while after the headers, SSE
 comments keep the connection alive. Each token is sent in its own SSE event.
 Only if a write blocks because the client is slow, the events that arrive meanwhile are merged. A

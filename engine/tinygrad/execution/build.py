@@ -77,7 +77,7 @@ def _free_cuda_bytes() -> int:
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
     status = ctypes.CDLL("libcuda.so.1").cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))
     if status != 0:
-        raise ConfigError(f"the CUDA driver does not tell its free memory (error {status})")
+        raise ConfigError(f"the CUDA driver does not report its free memory (error {status})")
     return free.value
 
 

@@ -192,7 +192,7 @@ HOSTILE: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_malformed_fields_are_small_invalid_request_errors(
+async def test_malformed_fields_are_refused_with_small_errors(
     client: httpx.AsyncClient, path: str
 ) -> None:
     for fields in HOSTILE:

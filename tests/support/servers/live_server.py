@@ -19,7 +19,7 @@ from engine.core.config_schema import Settings
 from engine.core.listening import address_of, bind_probes, bind_socket
 from engine.core.observability.metrics import Metrics
 from engine.servers.app import create_app
-from engine.servers.http_workers.pool import Writers
+from engine.servers.http_workers.pool import HttpWorkers
 from engine.servers.run import HttpServer
 from engine.servers.serving.services import Services
 from tests.support.fakes.fake_backend import MODEL, FakeBackend
@@ -48,7 +48,7 @@ class LiveServer:
         self.thread.start()
         wait_until(lambda: self._is_up())
         if settings.server.frontends not in ("auto", 1):
-            wait_until(lambda: self.writers is not None and self.writers.num_ready > 0)
+            wait_until(lambda: self.http_workers is not None and self.http_workers.num_ready > 0)
 
     def _run(self) -> None:
         self._loop.run_until_complete(self._server.serve())
@@ -61,8 +61,8 @@ class LiveServer:
             return False
 
     @property
-    def writers(self) -> Writers | None:
-        return self._server.writers
+    def http_workers(self) -> HttpWorkers | None:
+        return self._server.http_workers
 
     @contextmanager
     def held_up(self) -> Iterator[None]:

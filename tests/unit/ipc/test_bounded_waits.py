@@ -27,7 +27,7 @@ SUPERVISORS = (
     "engine.servers.storage.job_queue",
     "engine.servers.fine_tuning.runner",
     "engine.servers.http_workers.pool",
-    "engine.servers.http_workers.writer",
+    "engine.servers.http_workers.worker",
 )
 # Calls that wait until something happens, unless they get a timeout.
 WAITS = ("wait", "join", "communicate", "acquire", "waitpid")

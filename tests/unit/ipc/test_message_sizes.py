@@ -39,7 +39,7 @@ from engine.routing.nodes.agent import Session
 from engine.routing.nodes.wire import MAX_UNSENT_RESULT_BYTES
 from engine.servers.http_workers.exchange import Exchange
 from engine.servers.http_workers.messages import Chunks, Opened
-from engine.servers.http_workers.writer import MAX_CHUNK_BYTES, Writer
+from engine.servers.http_workers.worker import MAX_CHUNK_BYTES, HttpWorker
 from tests.support.servers.node_cluster import NoEngine, node, routed
 
 LIMIT = 50_000
@@ -213,17 +213,17 @@ async def test_an_http_workers_pipe_refuses_large_messages_and_splits_answers(li
 async def test_an_answer_of_any_size_reaches_its_http_worker_in_messages(is_direct: bool) -> None:
     """Both ways in which an application writes its answer."""
     sent: list[Any] = []
-    writer = object.__new__(Writer)  # its process is not needed
-    writer._batch, writer._batch_bytes = [], 0
-    writer._loop = asyncio.get_running_loop()
-    writer._pipe = SimpleNamespace(send=sent.append, is_full=False)  # type: ignore[assignment]
+    worker = object.__new__(HttpWorker)  # its process is not needed
+    worker._batch, worker._batch_bytes = [], 0
+    worker._loop = asyncio.get_running_loop()
+    worker._pipe = SimpleNamespace(send=sent.append, is_full=False)  # type: ignore[assignment]
     opened = Opened(1, b"", "GET", "http", "1.1", "/", b"/", b"", [], None, None)
-    exchange, body = Exchange(opened, writer), bytes(5 * MAX_CHUNK_BYTES // 2)
+    exchange, body = Exchange(opened, worker), bytes(5 * MAX_CHUNK_BYTES // 2)
     if is_direct:
         exchange.write(body)
     else:
         await exchange.send({"type": "http.response.body", "body": body, "more_body": True})
-    writer._flush()
+    worker._flush()
     chunks = [chunk for each in sent if isinstance(each, Chunks) for _, chunk in each.chunks]
     assert sum(map(len, chunks)) == len(body)
     assert all(encode_frame(each) for each in sent)

@@ -312,7 +312,7 @@ def test_a_request_that_would_exceed_its_queue_timeout_is_refused_at_once():
     assert bench.submit(asking("c", queue_timeout_s=600.0), now=103.0) == []
 
 
-def test_retry_after_of_a_refusal_accounts_for_queued_timeouts():
+def test_retry_after_expects_queued_requests_to_time_out():
     bench = Bench()
     for index in range(40):
         bench.submit(asking(f"r{index}", queue_timeout_s=10.0))

@@ -336,26 +336,26 @@ MUTATIONS = [
         "::test_streamed_text_stays_in_order_whenever_the_client_blocks",
     ),
     Mutation(
-        "writers: connections go to the writer that has the most",
+        "http workers: connections go to the HTTP worker that has the most",
         "engine.servers.http_workers.pool",
         "key=lambda each: each.num_connections)",
         "key=lambda each: -each.num_connections)",
-        "tests/unit/servers/test_server_writers.py::test_connections_go_to_the_http_worker_with_the_fewest",
+        "tests/unit/servers/test_server_http_workers.py::test_connections_go_to_the_http_worker_with_the_fewest",
     ),
     Mutation(
-        "writers: a client that left is not told",
-        "engine.servers.http_workers.writer",
+        "http workers: a client that left is not told",
+        "engine.servers.http_workers.worker",
         "        exchange.leave()\n    else:\n",
         "        pass\n    else:\n",
-        "tests/unit/servers/test_server_writers.py"
+        "tests/unit/servers/test_server_http_workers.py"
         "::test_http_workers_report_disconnects_and_a_slow_client_blocks_only_itself",
     ),
     Mutation(
-        "writers: a slow client is not held up",
+        "http workers: a slow client is not held up",
         "engine.servers.http_workers.exchange",
-        "        while (self._is_blocked or self._writer.is_full) and not self._is_gone:\n",
+        "        while (self._is_blocked or self._worker.is_full) and not self._is_gone:\n",
         "        while False:\n",
-        "tests/unit/servers/test_server_writers.py"
+        "tests/unit/servers/test_server_http_workers.py"
         "::test_http_workers_report_disconnects_and_a_slow_client_blocks_only_itself",
     ),
 ]

@@ -109,7 +109,7 @@ async def test_a_messages_stream_starts_with_its_input_tokens(
         if line.startswith("data: ")
     ]
     started = events[0]["message"]["usage"]
-    # A backend that does not tell its prompts' lengths has a tokenizer, here one of bytes.
+    # A backend that does not report its prompts' lengths has a tokenizer, here one of bytes.
     expected = 3 if tells_prompt else 1 + len("one two three")
     assert (started["input_tokens"], started["output_tokens"]) == (expected, 0)
     assert "citations" not in str(events)

@@ -234,7 +234,9 @@ async def until_ended(client: httpx.AsyncClient, request_id: str) -> dict[str, A
         await asyncio.sleep(0.001)
 
 
-async def test_a_submission_can_be_read_repeatedly(client: httpx.AsyncClient) -> None:
+async def test_events_of_a_generate_request_can_be_read_again(
+    client: httpx.AsyncClient,
+) -> None:
     submitted = await client.post("/generate", json={"prompt": "a b", "n": 2})
     assert list(submitted.json()) == ["request_id"]
     request_id = submitted.json()["request_id"]
@@ -254,7 +256,7 @@ async def test_a_submission_can_be_read_repeatedly(client: httpx.AsyncClient) ->
     assert "".join(e["text"] for e in again[:-2] if e["index"] == 1) == "Hello from a fake model."
 
 
-async def test_a_submission_can_be_streamed_in_one_call(
+async def test_a_generate_request_can_be_streamed_in_the_call_that_submits_it(
     client: httpx.AsyncClient, backend: FakeBackend
 ) -> None:
     response = await client.post("/generate", json={"prompt": [1, 2, 3], "stream": True})

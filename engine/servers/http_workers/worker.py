@@ -1,4 +1,4 @@
-"""A writer process, as the main process sees it."""
+"""An HTTP worker process, as the main process sees it."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ from engine.servers.http_workers.messages import (
     Chunks,
     Close,
     Drained,
-    FromWriter,
+    FromWorker,
     Gone,
     Hello,
     Load,
@@ -46,9 +46,9 @@ MAX_CHUNK_BYTES = 2**25
 MAX_BEGUN = 4  # requests that begin in one iteration of the event loop
 
 
-class Writer:
-    """Starts a writer and runs the application for its requests. `on_ready` is called when it takes
-    connections, `on_lost` when it is gone.
+class HttpWorker:
+    """Starts an HTTP worker and runs the application for its requests. `on_ready` is called when it
+    takes connections, `on_lost` when it is gone.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Writer:
         app: ASGIApp,
         setup: Setup,
         on_ready: Callable[[], None],
-        on_lost: Callable[["Writer"], None],
+        on_lost: Callable[["HttpWorker"], None],
     ) -> None:
         self._app = app
         self._setup = setup
@@ -72,8 +72,8 @@ class Writer:
         self._tasks: set[asyncio.Task[None]] = set()
         self._batch: list[tuple[int, bytes]] = []
         self._batch_bytes = 0
-        self._pipe: Connection[FromWriter] = Connection(
-            FromWriter, self._on_message, self._end, on_drained=self._wake_all
+        self._pipe: Connection[FromWorker] = Connection(
+            FromWorker, self._on_message, self._end, on_drained=self._wake_all
         )
         self._loop = asyncio.get_running_loop()
         self._door, self._child, self._sock = self._start()
@@ -122,12 +122,12 @@ class Writer:
         self._child.send(signal.SIGCONT)
 
     def not_taken(self) -> list[socket.socket]:
-        """The connections that a writer which is gone had not taken."""
+        """The connections that a worker that is gone had not taken."""
         passed, self._passed = list(self._passed), deque()
         return passed
 
     def take(self, connection: socket.socket) -> bool:
-        """Pass a connection to the writer. Returns False if that is not possible now."""
+        """Pass a connection to the worker. Returns False if that is not possible now."""
         try:
             socket.send_fds(self._door, [b"c"], [connection.fileno()])
         except OSError:  # it is gone, or has not taken earlier connections yet
@@ -187,7 +187,7 @@ class Writer:
             batch, self._batch, self._batch_bytes = self._batch, [], 0
             self._pipe.send(Chunks(batch))
 
-    def _on_message(self, message: FromWriter) -> None:
+    def _on_message(self, message: FromWorker) -> None:
         if isinstance(message, Opened):
             if not self._opened:
                 self._loop.call_soon(self._begin_some)
@@ -219,7 +219,7 @@ class Writer:
         try:
             await self._app(exchange.scope, exchange.receive, exchange.send)
         except Exception:
-            logger.exception("A request of a writer failed.")
+            logger.exception("A request of an HTTP worker failed.")
         finally:
             exchange.end()
             del self._exchanges[number]
@@ -229,7 +229,7 @@ class Writer:
             exchange.wake()
 
     def _end(self) -> None:
-        """The writer is gone, and the connections of all its clients with it."""
+        """The HTTP worker is gone, and the connections of all its clients with it."""
         self.is_ready = False
         for exchange in self._exchanges.values():
             exchange.leave()

@@ -19,8 +19,8 @@ from engine.core.listening import address_of, bind_socket
 from engine.core.sandbox import processes
 from engine.frontend import liveness_monitor
 from engine.servers import run
-from engine.servers.http_workers import pool, writer
-from engine.servers.http_workers.pool import Writers
+from engine.servers.http_workers import pool, worker
+from engine.servers.http_workers.pool import HttpWorkers
 from engine.servers.run import num_frontends
 from tests.support.servers.live_server import make_settings
 
@@ -49,22 +49,24 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 @contextlib.asynccontextmanager
-async def writers_of(
+async def workers_of(
     count: int, app=echo, here: list[socket.socket] | None = None
-) -> AsyncIterator[tuple[Writers, str]]:
-    """Writers of an application. `here` gets the connections that none of them takes."""
+) -> AsyncIterator[tuple[HttpWorkers, str]]:
+    """HTTP workers of an application. `here` gets the connections that none of them takes."""
     settings = make_settings()
     sock = bind_socket(settings)
     sock.listen()
     url = address_of(sock)
     kept: list[socket.socket] = []
-    writers = Writers(app, sock, settings, (kept if here is None else here).append, lambda: None)
-    await writers.start(count)
+    workers = HttpWorkers(
+        app, sock, settings, (kept if here is None else here).append, lambda: None
+    )
+    await workers.start(count)
     try:
-        await until(lambda: writers.num_ready == count)
-        yield writers, url
+        await until(lambda: workers.num_ready == count)
+        yield workers, url
     finally:
-        await writers.stop(5)
+        await workers.stop(5)
 
 
 async def until(condition) -> None:
@@ -74,7 +76,7 @@ async def until(condition) -> None:
 
 
 async def test_requests_and_answers_pass_through_http_workers_unchanged():
-    async with writers_of(1) as (_, url), httpx.AsyncClient(base_url=url) as client:
+    async with workers_of(1) as (_, url), httpx.AsyncClient(base_url=url) as client:
         for path in ("/", "/parts"):
             answer = await client.post(f"{path}?q=%C3%BC", content=LARGE)
             assert answer.content == LARGE
@@ -103,7 +105,7 @@ async def test_an_http_worker_requests_the_body_only_if_the_application_reads_it
 
     head = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\nExpect: 100-continue\r\n\r\n"
     for app, answers in ((echo, b"HTTP/1.1 100 Continue"), (refuse, b"HTTP/1.1 429 ")):
-        async with writers_of(1, app) as (_, url):
+        async with workers_of(1, app) as (_, url):
             reader, writer = await asyncio.open_connection("127.0.0.1", int(url.split(":")[2]))
             writer.write(head)
             assert (await reader.readline()).startswith(answers)
@@ -133,7 +135,7 @@ async def test_http_workers_report_disconnects_and_a_slow_client_blocks_only_its
         left.set()
         await sending  # it returns, though nobody reads
 
-    async with writers_of(1, endless) as (_, url), asyncio.timeout(60):
+    async with workers_of(1, endless) as (_, url), asyncio.timeout(60):
         with socket.create_connection(("127.0.0.1", int(url.split(":")[2]))) as connection:
             connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
             await blocked.wait()
@@ -143,16 +145,16 @@ async def test_http_workers_report_disconnects_and_a_slow_client_blocks_only_its
 
 
 async def test_an_http_worker_that_dies_loses_only_its_connections_and_is_replaced():
-    async def pid_of_writer(client: httpx.AsyncClient) -> int:
+    async def pid_of_worker(client: httpx.AsyncClient) -> int:
         return (await client.get("/")).status_code
 
-    async with writers_of(2) as (writers, url):
-        first, second = writers.pids
+    async with workers_of(2) as (workers, url):
+        first, second = workers.pids
         async with httpx.AsyncClient(base_url=url) as one, httpx.AsyncClient(base_url=url) as two:
-            assert [await pid_of_writer(one), await pid_of_writer(two)] == [207, 207]
+            assert [await pid_of_worker(one), await pid_of_worker(two)] == [207, 207]
             os.kill(first, signal.SIGKILL)
-            await until(lambda: writers.num_ready == 2 and first not in writers.pids)
-            assert second in writers.pids
+            await until(lambda: workers.num_ready == 2 and first not in workers.pids)
+            assert second in workers.pids
             lost = 0
             for client in (one, two):
                 try:
@@ -160,7 +162,7 @@ async def test_an_http_worker_that_dies_loses_only_its_connections_and_is_replac
                 except httpx.RemoteProtocolError:
                     lost += 1
             assert lost <= 1
-            assert [await pid_of_writer(one), await pid_of_writer(two)] == [207, 207]
+            assert [await pid_of_worker(one), await pid_of_worker(two)] == [207, 207]
 
 
 async def test_an_http_worker_that_cannot_be_started_is_retried(monkeypatch):
@@ -172,14 +174,14 @@ async def test_an_http_worker_that_cannot_be_started_is_retried(monkeypatch):
             raise faults.pop()
         return processes.start_child(*arguments)
 
-    monkeypatch.setattr(writer, "start_child", start_child)
+    monkeypatch.setattr(worker, "start_child", start_child)
     monkeypatch.setattr(pool, "RETRY_S", 0.01)
-    async with writers_of(1) as (writers, _):
+    async with workers_of(1) as (workers, _):
         assert not faults
         faults += [OSError("too many files")] * 2
-        first = writers.pids[0]
+        first = workers.pids[0]
         os.kill(first, signal.SIGKILL)
-        await until(lambda: writers.num_ready == 1 and first not in writers.pids)
+        await until(lambda: workers.num_ready == 1 and first not in workers.pids)
         assert not faults
 
 
@@ -188,19 +190,19 @@ async def test_a_frozen_http_worker_gets_sigcont_and_is_replaced_if_it_freezes_a
     for name, seconds in (("FROZEN", 1.0), ("WAKE", 1.2), ("GIVE_UP", 9.0), ("RELAPSED", 1.2)):
         monkeypatch.setattr(liveness_monitor, f"{name}_AFTER_S", seconds)
     monkeypatch.setattr(pool, "CHECK_S", 0.1)
-    async with writers_of(2) as (writers, url), contextlib.AsyncExitStack() as stack:
+    async with workers_of(2) as (workers, url), contextlib.AsyncExitStack() as stack:
 
         async def connect() -> int:
             client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=60))
             return (await client.get("/")).status_code
 
-        first, second = writers.pids
+        first, second = workers.pids
         for pids in ([first, second], [second]):
             os.kill(first, signal.SIGSTOP)
             assert await asyncio.gather(*(connect() for _ in range(6))) == [207] * 6
-            await until(lambda: not any(each.is_frozen for each in writers._writers))
-            assert [pid for pid in writers.pids if pid in (first, second)] == pids
-        await until(lambda: writers.num_ready == 2)
+            await until(lambda: not any(each.is_frozen for each in workers._workers))
+            assert [pid for pid in workers.pids if pid in (first, second)] == pids
+        await until(lambda: workers.num_ready == 2)
         assert await connect() == 207
         with pytest.raises(ProcessLookupError):
             os.kill(first, 0)  # not even a zombie
@@ -209,32 +211,32 @@ async def test_a_frozen_http_worker_gets_sigcont_and_is_replaced_if_it_freezes_a
 async def test_a_frozen_http_worker_gets_no_connections(monkeypatch):
     monkeypatch.setattr(liveness_monitor, "FROZEN_AFTER_S", 1.0)
     here: list[socket.socket] = []
-    async with writers_of(1, here=here) as (writers, url):
-        os.kill(writers.pids[0], signal.SIGSTOP)
-        await until(lambda: writers._writers[0].is_frozen)
+    async with workers_of(1, here=here) as (workers, url):
+        os.kill(workers.pids[0], signal.SIGSTOP)
+        await until(lambda: workers._workers[0].is_frozen)
         with socket.create_connection(("127.0.0.1", int(url.split(":")[2]))):
             await until(lambda: len(here) == 1)
         here[0].close()
-        os.kill(writers.pids[0], signal.SIGCONT)
-        await until(lambda: not writers._writers[0].is_frozen)
+        os.kill(workers.pids[0], signal.SIGCONT)
+        await until(lambda: not workers._workers[0].is_frozen)
 
 
 async def test_the_main_process_accepts_connections_while_no_http_worker_can():
     here: list[socket.socket] = []
-    async with writers_of(1, here=here) as (writers, url):
-        os.kill(writers.pids[0], signal.SIGKILL)
-        await until(lambda: writers.num_ready == 0)
+    async with workers_of(1, here=here) as (workers, url):
+        os.kill(workers.pids[0], signal.SIGKILL)
+        await until(lambda: workers.num_ready == 0)
         with socket.create_connection(("127.0.0.1", int(url.split(":")[2]))):
             await until(lambda: len(here) == 1)
         here[0].close()
 
 
 async def test_connections_go_to_the_http_worker_with_the_fewest():
-    async with writers_of(2) as (writers, url), contextlib.AsyncExitStack() as stack:
+    async with workers_of(2) as (workers, url), contextlib.AsyncExitStack() as stack:
         for _ in range(6):
             client = await stack.enter_async_context(httpx.AsyncClient(base_url=url))
             await client.get("/")
-        assert sorted(each.num_connections for each in writers._writers) == [3, 3]
+        assert sorted(each.num_connections for each in workers._workers) == [3, 3]
 
 
 def test_the_number_of_frontends_for_auto(monkeypatch: pytest.MonkeyPatch):
