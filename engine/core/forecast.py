@@ -37,8 +37,9 @@ class WaitForecast:
         """
         samples = self._samples
         if not num_waiting:
-            samples.clear()
-            self._interval_s = 0.0
+            if samples:
+                samples.clear()
+                self._interval_s = 0.0
             return
         if not samples or now - samples[-1][0] >= MIN_HISTORY_S / 4:
             samples.append((now, num_begun))

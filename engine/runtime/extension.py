@@ -233,6 +233,12 @@ class CacheExtension(Extension):
         """The engine ends."""
 
 
+def overriding(extensions: Iterable[Extension], hook: str) -> tuple[Extension, ...]:
+    """The extensions that do something in a hook. Each step calls it for these alone."""
+    default = getattr(Extension, hook)
+    return tuple(each for each in extensions if getattr(type(each), hook) is not default)
+
+
 def found(extensions: Iterable[Extension], kind: type[E]) -> E | None:
     """The extension of a kind, if there is one."""
     return next((each for each in extensions if isinstance(each, kind)), None)

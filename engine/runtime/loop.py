@@ -136,9 +136,8 @@ class StepRunner:
             self._masks.close()
 
     def _begin_masks(self, batch: ScheduledBatch) -> MaskJob | None:
-        if not any(
-            row.seq.rules is not None and row.seq.rules.constraint is not None for row in batch.rows
-        ):
+        rules = [row.seq.rules for row in batch.rows if row.seq.rules is not None]
+        if all(each.constraint is None for each in rules):
             return None
         if self._masks is None:
             self._masks = MaskWriter(self._runner.spec.vocab_size)
@@ -245,7 +244,7 @@ class EngineLoop:
             adapters.reply(self._channel.send)
         self._send(self._admission.expire(now))
         self._step()
-        for each in self.scheduler.extensions:
+        for each in self.scheduler.advancing:
             if each.has_work:
                 self._pulse.beat(True, UNKNOWN_STEP_TIMEOUT_S)  # it may take longer than a step
                 self._send(self._step_runner.compute(each.advance, self._runner))

@@ -82,11 +82,11 @@ class NewTenantReserve:
         self, budget: int, waiting: Collection[str], running: Listed[Sequence]
     ) -> tuple[int, int]:
         """Returns the token budget of the step, and how many of these tokens are reserved for
-        new_tenants. Running sequences must not use the reserved tokens for prefill.
+        new tenants. Running sequences must not use the reserved tokens for prefill.
 
         `waiting` are the tenants that have a sequence to admit.
         """
-        if not self._has_new_tenants(waiting, running):
+        if not waiting or not self._has_new_tenants(waiting, running):
             self._was_short = False
             return budget, 0
         self._was_short = not self._was_short
@@ -97,9 +97,7 @@ class NewTenantReserve:
         return min(budget, len(running) + kept), kept
 
     def _has_new_tenants(self, waiting: Collection[str], running: Listed[Sequence]) -> bool:
-        """Whether new_tenants wait, and others would use up the step."""
-        if not waiting:
-            return False
+        """Whether new tenants wait, and others would use up the step."""
         present = {seq.tenant for seq in running}
         has_new_tenants = any(tenant not in present for tenant in waiting)
         has_rivals = any(tenant in present for tenant in waiting) or any(
@@ -148,13 +146,24 @@ class Passing:
             each.queue.num_passed += _guess(seq)
 
 
-def tenants_due(running: Listed[Sequence], budget: int) -> dict[Sequence, int]:
-    """How many tokens, beside one for each sequence, the prompts in progress get first, because
-    their tenants have less than an equal part of the step. The shortest of a tenant go first.
+def prompts_due(
+    running: Listed[Sequence], budget: int
+) -> tuple[list[Sequence], dict[Sequence, int]]:
+    """The prompts in progress, which are the running sequences with several tokens to compute. And
+    how many tokens, beside one for each sequence, some of them get first, because their tenants
+    have less than an equal part of the step.
     """
-    prompts = [seq for seq in running if seq.num_uncomputed > 1]
+    # `num_uncomputed` is written out, because every step asks this of every sequence.
+    prompts = [seq for seq in running if len(seq.tokens) + seq.num_sampling > seq.num_computed + 1]
+    return prompts, _tenants_due(prompts, running, budget) if prompts else {}
+
+
+def _tenants_due(
+    prompts: Listed[Sequence], running: Listed[Sequence], budget: int
+) -> dict[Sequence, int]:
+    """The shortest prompts of a tenant go first."""
     num_spare = budget - len(running)
-    if not prompts or num_spare <= 0:
+    if num_spare <= 0:
         return {}
     rows = Counter(seq.tenant for seq in running)
     if len(rows) < 2:
@@ -171,15 +180,15 @@ def tenants_due(running: Listed[Sequence], budget: int) -> dict[Sequence, int]:
 
 
 def prefill_shares(
-    running: Listed[Sequence], budget: int, due: Mapping[Sequence, int]
+    prompts: Listed[Sequence], num_running: int, budget: int, due: Mapping[Sequence, int]
 ) -> dict[Sequence, int]:
-    """How many tokens each running sequence whose prompt is in progress gets, if there are several.
-    Each gets one, and what is `due` to its tenant. Half of the rest is for prompts that have less
-    left than the most senior one, the shortest first. What these do not need goes to the most
-    senior one, and then to the next.
+    """How many tokens each of the prompts in progress gets, if there are several. Each gets one,
+    and what is `due` to its tenant. Half of the rest is for prompts that have less left than the
+    most senior one, the shortest first. What these do not need goes to the most senior one, and
+    then to the next.
     """
-    left = {seq: seq.num_uncomputed for seq in running if seq.num_uncomputed > 1}
-    num_spare = budget - len(running) - sum(due.values())
+    left = {seq: seq.num_uncomputed for seq in prompts}
+    num_spare = budget - num_running - sum(due.values())
     if len(left) < 2 or num_spare < 0 or (num_spare == 0 and not due):
         return {}
     most = next(iter(left.values()))

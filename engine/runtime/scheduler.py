@@ -14,11 +14,11 @@ from msgspec.structs import replace
 
 from engine.core.errors import EngineError, InferenceError
 from engine.core.interfaces.request import FinishReason, GenerateRequest, TokenDelta
-from engine.runtime.extension import E, Extension, Lack, found
+from engine.runtime.extension import E, Extension, Lack, found, overriding
 from engine.runtime.kv_cache import KVCache
 from engine.runtime.model_runner import StepOutput
 from engine.runtime.outputs import nonfinite, refusal, token_delta, vector_delta
-from engine.runtime.queue import NewTenantReserve, Passing, prefill_shares, tenants_due
+from engine.runtime.queue import NewTenantReserve, Passing, prefill_shares, prompts_due
 from engine.runtime.radix_cache import Match
 from engine.runtime.samplers.prompt_logprobs import has_scored_enough, num_scorable
 from engine.runtime.sequence import Row, ScheduledBatch, Sequence, SequenceFaultError
@@ -34,20 +34,20 @@ class Scheduler:
         self.kv = kv
         self.table = SequenceTable(max_slots, kv.block_size)
         self.extensions: tuple[Extension, ...] = ()
+        self.advancing: tuple[Extension, ...] = ()  # those that may have work of their own
+        self._planning: tuple[Extension, ...] = ()  # those that may change the rows of a step
         self.step = 0  # the number of steps that were planned
         self._max_step_tokens = max_step_tokens
         self._new_tenants = NewTenantReserve()
-        self.num_preemptions = 0
-        self.num_nonfinite = 0
-        self.num_started = 0
-        self.num_prompt_tokens = 0
-        self.num_cached_tokens = 0
-        self.num_generated_tokens = 0
+        self.num_preemptions = self.num_nonfinite = self.num_started = 0
+        self.num_prompt_tokens = self.num_cached_tokens = self.num_generated_tokens = 0
 
     def attach(self, extension: Extension) -> None:
         """Tell an extension of every sequence from now on."""
         if extension not in self.extensions:
             self.extensions += (extension,)
+            self.advancing = overriding(self.extensions, "advance")
+            self._planning = overriding(self.extensions, "plan")
 
     def extend(self, seq: Sequence, extension: Extension) -> None:
         """Let an extension shape the rows of a sequence."""
@@ -62,7 +62,7 @@ class Scheduler:
     def has_work(self) -> bool:
         if self.table.running or self.table.num_waiting:
             return True
-        return any(each.has_work for each in self.extensions)
+        return any(each.has_work for each in self.advancing)
 
     @property
     def demand(self) -> Demand:
@@ -145,16 +145,16 @@ class Scheduler:
             budget, table.waiting.tenants() if table.free_slots else (), running
         )
         is_crowded = table.is_crowded(budget)
-        due = tenants_due(running, budget - kept)
+        prompts, due = prompts_due(running, budget - kept)
         if is_crowded:
             kept = max(kept, (budget - len(running) - sum(due.values())) // 2)
-        rows = self._schedule_running(budget - kept, due, pauses=pauses)
-        self._schedule_waiting(rows, budget - sum(row.length for row in rows), is_crowded)
+        rows, left = self._schedule_running(budget - kept, prompts, due, pauses=pauses)
+        self._schedule_waiting(rows, left + kept, is_crowded)
         if is_crowded:
             self._top_up(rows, budget - sum(row.length for row in rows))
         if pauses and not rows:  # no prompt can be computed now, so that nothing is gained
-            rows = self._schedule_running(budget, due, pauses=False)
-        for each in self.extensions:
+            rows, _ = self._schedule_running(budget, prompts, due, pauses=False)
+        for each in self._planning:
             each.plan(rows, budget)
         return ScheduledBatch(tuple(rows)) if rows else None
 
@@ -169,8 +169,7 @@ class Scheduler:
             lost = InferenceError("What this request captured could not be kept.")
             failed = [seq for each in self.extensions for seq in each.captured(batch, output)]
             deltas += [self.fail(seq, lost, now) for seq in failed]
-        tokens = output.tokens.tolist()
-        finite = output.finite.tolist()
+        tokens, finite = output.tokens.tolist(), output.finite.tolist()
         for index, row in enumerate(batch.rows):
             seq, start, length, samples, _, life, num_scored, draft = row
             sample_row, pool = next_row + num_scored, pooled
@@ -245,11 +244,12 @@ class Scheduler:
                 budget -= count
 
     def _schedule_running(
-        self, budget: int, due: Mapping[Sequence, int], *, pauses: bool
-    ) -> list[Row]:
+        self, budget: int, prompts: list[Sequence], due: Mapping[Sequence, int], *, pauses: bool
+    ) -> tuple[list[Row], int]:
+        """The rows of running sequences, and what they leave of the budget."""
         rows: list[Row] = []
         running, index = self.table.running, 0
-        shares = prefill_shares(running, budget, due)
+        shares = prefill_shares(prompts, len(running), budget, due) if prompts else {}
         new_row = tuple.__new__  # the fastest way to build a named tuple
         while index < len(running):
             seq = running[index]
@@ -287,11 +287,11 @@ class Scheduler:
                     break
             rows.append(self._grant(seq, count))
             budget -= count
-        return rows
+        return rows, budget
 
     def _schedule_waiting(self, rows: list[Row], budget: int, is_crowded: bool) -> None:
         """Admit waiting sequences, and add their rows. If `is_crowded`, the budget is what was kept
-        for prompts that are much shorter than those in progress, and for new_tenants.
+        for prompts that are much shorter than those in progress, and for new tenants.
         """
         table, kv = self.table, self.kv
         if budget <= 0 or not table.free_slots:

@@ -55,8 +55,10 @@ class SequenceTable:
         the inter-token latency of these sequences.
         """
         return sum(
-            seq.num_prompt <= seq.num_computed < seq.num_prompt + seq.max_tokens - 1
-            for seq in self.running
+            [
+                seq.num_prompt <= seq.num_computed < seq.num_prompt + seq.max_tokens - 1
+                for seq in self.running
+            ]
         )
 
     def demand(self, num_started_tokens: int, num_new_tokens: int) -> Demand:

@@ -129,7 +129,7 @@ class RequestChecks:
 
     def observe(self, now: float) -> None:
         """Measure how fast sequences start. The engine calls this in each turn."""
-        num_waiting = self._scheduler.table.num_waiting
+        num_waiting = len(self._scheduler.table.waiting)
         self._forecast.observe(now, num_waiting, self._scheduler.num_started)
 
     def again_s(self, tenant: str, priority: int, now: float) -> float:
