@@ -7,6 +7,7 @@ ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
+INSTALL := $(PYTHON) deploy/install.py $(BIN)/python
 PYTEST := $(BIN)/python -m pytest
 LEVELS := e2e oracle parity security native property unit
 QUICK := tests/unit tests/oracle tests/property $(addprefix tests/parity/,native/test_native_models.py models/test_ir_models.py native/test_quants.py)
@@ -212,11 +213,11 @@ $(VENV)/.created:
 	$(call step,Creating $(VENV) with $(PYTHON))
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 		echo "Python 3.11 or newer is needed; set it with: make PYTHON=/path/to/python3.11" >&2; exit 1; }
-	@$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -m venv --without-pip $(VENV)
 	@touch $@
 
-# As pip does with what it does not install in place: without it a start takes a fifth longer.
-COMPILE := $(BIN)/python -m compileall -q engine
+# Otherwise each of several processes of pytest would compile what it imports.
+COMPILE := $(BIN)/python -m compileall -q -j 0 engine
 
 # A stamp holds the checksum of what was built: a checkout gives files new times, and not always new content. The
 # development install holds all that serving needs, so a fresh one of it is enough to serve.
@@ -225,12 +226,11 @@ SUM = $(shell cat $(SOURCES) | cksum)
 $(VENV)/.serve: $(SOURCES) | $(VENV)/.created
 	@grep -qsx '$(SUM)' $(VENV)/.dev $@ || { \
 		printf '\n==> Installing the engine and building its kernels\n'; \
-		$(BIN)/python -m pip install --editable . && $(COMPILE); }
+		$(INSTALL); }
 	@echo '$(SUM)' >$@
 
-# pip would compile 27,000 modules, which takes 90 seconds; tests import a small part of them.
 $(VENV)/.dev: $(SOURCES) | $(VENV)/.created
 	@grep -qsx '$(SUM)' $@ || { \
 		printf '\n==> Installing the engine with its frameworks and the development tools\n'; \
-		$(BIN)/python -m pip install --no-compile --editable '.[grpc,jax,otel,tinygrad,torch,transformers,dev]' && $(COMPILE); }
+		$(INSTALL) grpc jax otel tinygrad torch transformers dev && $(COMPILE); }
 	@echo '$(SUM)' >$@

@@ -1,115 +1,11 @@
-// Detects the instruction sets of this CPU and fills one kernel table for each.
+// Fills a kernel table for each instruction set that this CPU has and whose kernels were built. The build defines
+// ENGINE_AVX2 and so on for those (instruction_sets.cmake).
 #include "base/dispatch.h"
 
-#if defined(__x86_64__)
-#include <cpuid.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-#elif defined(__aarch64__) && defined(__linux__)
-#include <sys/auxv.h>
-#elif defined(__aarch64__) && defined(__APPLE__)
-#include <sys/sysctl.h>
-#endif
+#include "base/cpu.h"
 
 namespace engine {
 namespace {
-
-#if defined(__x86_64__)
-struct Registers {
-    unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
-};
-
-Registers cpuid(unsigned leaf, unsigned subleaf) {
-    Registers r;
-    __get_cpuid_count(leaf, subleaf, &r.eax, &r.ebx, &r.ecx, &r.edx);
-    return r;
-}
-
-// Returns the register states that the operating system saves on a context switch, as the bit mask
-// XCR0. An instruction set is usable only if the states of its registers are saved.
-uint64_t enabled_states() {
-    if (!(cpuid(1, 0).ecx >> 27 & 1)) return 0;
-    unsigned low, high;
-    __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
-    return uint64_t(high) << 32 | low;
-}
-
-bool has(unsigned word, int bit) {
-    return word >> bit & 1;
-}
-
-bool has_avx2() {
-    Registers one = cpuid(1, 0), seven = cpuid(7, 0);
-    bool fma = has(one.ecx, 12), f16c = has(one.ecx, 29);
-    return (enabled_states() & 0x6) == 0x6 && fma && f16c && has(seven.ebx, 5);
-}
-
-// AVX-VNNI: the int8 dot products of VNNI in registers of 256 bits, which client CPUs without AVX-512 have.
-bool has_avx_vnni() {
-#if defined(ENGINE_EMULATE_VNNI)
-    return true;
-#else
-    return has(cpuid(7, 1).eax, 4);
-#endif
-}
-
-// The AVX-512 kernels need the int8 dot products of VNNI, which Cascade Lake, Ice Lake, Zen 4 and later have.
-bool has_avx512() {
-    Registers seven = cpuid(7, 0);
-    bool base = has(seven.ebx, 16) && has(seven.ebx, 17) && has(seven.ebx, 30) && has(seven.ebx, 31);
-    return has_avx2() && (enabled_states() & 0xe6) == 0xe6 && base && has(seven.ecx, 11);
-}
-
-bool has_avx512_bf16() {
-    return has_avx512() && has(cpuid(7, 1).eax, 5);
-}
-
-// The CPU must have AMX tiles with bfloat16 arithmetic, and VBMI, which all such CPUs have. On Linux, a process
-// must also ask for permission to use the tile registers.
-bool has_amx() {
-    Registers seven = cpuid(7, 0);
-    bool tiles_of_bf16 = has(seven.edx, 22) && has(seven.edx, 24) && has(seven.ecx, 1);
-    if (!has_avx512_bf16() || !tiles_of_bf16 || (enabled_states() & 0x60000) != 0x60000) return false;
-#if defined(__linux__)
-    constexpr int kRequestPermission = 0x1023, kTileData = 18;
-    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-#else
-    return false;
-#endif
-}
-
-bool has_int8_tiles() {
-    return has(cpuid(7, 0).edx, 25);
-}
-#elif defined(__aarch64__)
-#if defined(__APPLE__)
-bool has(const char* feature) {
-    int value = 0;
-    size_t size = sizeof value;
-    return sysctlbyname(feature, &value, &size, nullptr, 0) == 0 && value;
-}
-
-#define ENGINE_HAS(feature, word, bit) has("hw.optional.arm.FEAT_" feature)
-#elif defined(__linux__)
-#define ENGINE_HAS(feature, word, bit) (getauxval(word) >> bit & 1)
-#else
-#define ENGINE_HAS(feature, word, bit) false
-#endif
-
-// The NEON kernels need int8 dot products (sdot) and half-precision arithmetic.
-bool has_neon() {
-    return ENGINE_HAS("FP16", AT_HWCAP, 10) && ENGINE_HAS("DotProd", AT_HWCAP, 20);
-}
-
-bool has_i8mm() {
-    return ENGINE_HAS("I8MM", AT_HWCAP2, 13);
-}
-
-bool has_neon_bf16() {
-    return ENGINE_HAS("BF16", AT_HWCAP2, 14);
-}
-#undef ENGINE_HAS
-#endif
 
 KernelSet find_kernels() {
     static Kernels generic{};
@@ -123,9 +19,10 @@ KernelSet find_kernels() {
     fill_attention_generic(generic);
     fill_recurrent_generic(generic);
     add(generic, "generic");
-#if defined(__x86_64__)
-    static Kernels avx2{}, avx_vnni{}, avx512{}, avx512_bf16{}, amx{};
-    if (!has_avx2()) return set;
+    [[maybe_unused]] const Cpu cpu = this_cpu();
+#if defined(ENGINE_AVX2)
+    static Kernels avx2{};
+    if (!cpu.avx2) return set;
     avx2 = generic;
     fill_matmul_avx2(avx2);
     fill_matmul_f32_avx2(avx2);
@@ -133,14 +30,20 @@ KernelSet find_kernels() {
     fill_attention_avx2(avx2);
     fill_recurrent_avx2(avx2);
     add(avx2, "avx2");
-    if (has_avx_vnni()) {
+#endif
+#if defined(ENGINE_AVXVNNI)
+    static Kernels avx_vnni{};
+    if (cpu.avx_vnni) {
         avx_vnni = avx2;
         fill_matmul_avxvnni(avx_vnni);
         fill_requantize_avx2(avx_vnni);
         fill_per_channel_avxvnni(avx_vnni);
         add(avx_vnni, "avx_vnni");
     }
-    if (!has_avx512()) return set;
+#endif
+#if defined(ENGINE_AVX512)
+    static Kernels avx512{};
+    if (!cpu.avx512) return set;
     avx512 = avx2;
     fill_matmul_avx512(avx512);
     fill_vector_avx512(avx512);
@@ -149,35 +52,48 @@ KernelSet find_kernels() {
     fill_requantize_avx2(avx512);
     fill_per_channel_avx512(avx512);
     add(avx512, "avx512");
-    if (!has_avx512_bf16()) return set;
+#endif
+#if defined(ENGINE_AVX512BF16)
+    static Kernels avx512_bf16{};
+    if (!cpu.avx512_bf16) return set;
     avx512_bf16 = avx512;
     fill_matmul_avx512bf16(avx512_bf16);
     fill_attention_avx512bf16(avx512_bf16);
     add(avx512_bf16, "avx512_bf16");
-    if (!has_amx()) return set;
+#endif
+#if defined(ENGINE_AMX)
+    static Kernels amx{};
+    if (!cpu.amx) return set;
     amx = avx512_bf16;
     fill_matmul_amx(amx);
     fill_attention_amx(amx);
-    if (has_int8_tiles()) {
+    if (cpu.int8_tiles) {
         fill_matmul_int8_amx(amx);
         fill_per_channel_amx(amx);
     }
     add(amx, "amx");
-#elif defined(__aarch64__)
-    static Kernels neon{}, i8mm{}, neon_bf16{};
-    if (!has_neon()) return set;
+#endif
+#if defined(ENGINE_NEON)
+    static Kernels neon{};
+    if (!cpu.neon) return set;
     neon = generic;
     fill_matmul_neon(neon);
     fill_matmul_f32_neon(neon);
     fill_per_channel_neon(neon);
     fill_attention_neon(neon);
     add(neon, "neon");
-    if (!has_i8mm()) return set;
+#endif
+#if defined(ENGINE_I8MM)
+    static Kernels i8mm{};
+    if (!cpu.i8mm) return set;
     i8mm = neon;
     fill_matmul_i8mm(i8mm);
     fill_per_channel_i8mm(i8mm);
     add(i8mm, "i8mm");
-    if (!has_neon_bf16()) return set;
+#endif
+#if defined(ENGINE_NEONBF16)
+    static Kernels neon_bf16{};
+    if (!cpu.neon_bf16) return set;
     neon_bf16 = i8mm;
     fill_matmul_neonbf16(neon_bf16);
     add(neon_bf16, "neon_bf16");

@@ -1,16 +1,42 @@
-# Removes the files of other CPUs from ENGINE_SOURCES, and sets the compiler flags of the others.
+# Removes the files of other CPUs from ENGINE_SOURCES, and sets the compiler flags and definitions of the others.
 
 # Apple's compiler builds for either family of CPUs, whichever it runs on.
 set(ENGINE_PROCESSOR ${CMAKE_SYSTEM_PROCESSOR})
 if(CMAKE_OSX_ARCHITECTURES)
   set(ENGINE_PROCESSOR ${CMAKE_OSX_ARCHITECTURES})
 endif()
-if(NOT ENGINE_PROCESSOR MATCHES "x86_64|AMD64")
-  list(FILTER ENGINE_SOURCES EXCLUDE REGEX "_(avx2|avxvnni|avx512|avx512bf16|amx)\\.cpp$")
+if(ENGINE_PROCESSOR MATCHES "x86_64|AMD64")
+  set(ENGINE_SETS AVX2 AVXVNNI AVX512 AVX512BF16 AMX)
+elseif(ENGINE_PROCESSOR MATCHES "aarch64|arm64|ARM64")
+  set(ENGINE_SETS NEON I8MM NEONBF16)
+else()
+  set(ENGINE_SETS)
 endif()
-if(NOT ENGINE_PROCESSOR MATCHES "aarch64|arm64|ARM64")
-  list(FILTER ENGINE_SOURCES EXCLUDE REGEX "_(neon|i8mm|neonbf16)\\.cpp$")
+
+# Half of the time of a build goes into kernels of other CPUs of the family.
+set(ENGINE_CPU all CACHE STRING "all: kernels for every CPU of the family; native: for the CPU that builds them")
+if(ENGINE_CPU STREQUAL "native" AND NOT CMAKE_CROSSCOMPILING)
+  # Not from the cache: the folder may have come here from another machine.
+  unset(ENGINE_CPU_RUNS CACHE)
+  unset(ENGINE_CPU_COMPILES CACHE)
+  try_run(ENGINE_CPU_RUNS ENGINE_CPU_COMPILES ${CMAKE_BINARY_DIR}/cpu ${CMAKE_CURRENT_LIST_DIR}/cpu.cpp
+    CMAKE_FLAGS -DINCLUDE_DIRECTORIES=${CMAKE_CURRENT_LIST_DIR}/..
+    COMPILE_DEFINITIONS -DENGINE_PRINT_SETS
+    RUN_OUTPUT_VARIABLE ENGINE_SETS_HERE)
+  if(ENGINE_CPU_COMPILES AND ENGINE_CPU_RUNS EQUAL 0)
+    string(REGEX REPLACE ";$" "" ENGINE_SETS "${ENGINE_SETS_HERE}")
+  endif()
 endif()
+string(REPLACE ";" ", " ENGINE_SETS_TEXT "${ENGINE_SETS}")
+message(STATUS "Kernels: portable, ${ENGINE_SETS_TEXT}")
+foreach(instructions IN ITEMS AVX2 AVXVNNI AVX512 AVX512BF16 AMX NEON I8MM NEONBF16)
+  if(instructions IN_LIST ENGINE_SETS)
+    add_compile_definitions(ENGINE_${instructions})
+  else()
+    string(TOLOWER ${instructions} suffix)
+    list(FILTER ENGINE_SOURCES EXCLUDE REGEX "_${suffix}\\.cpp$")
+  endif()
+endforeach()
 
 # A file's name says which instructions it may use; everything else runs on any CPU of the family.
 set(OPTIMIZATION -O3)

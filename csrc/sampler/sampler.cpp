@@ -108,11 +108,13 @@ float nucleus_floor(const ScanKernels& scan, float* probs, int count, float min_
 }  // namespace
 
 const ScanKernels& scan_kernels(const Kernels& kernels) {
-#if defined(__x86_64__)
-    if (!strcmp(kernels.name, "avx2")) return scan_kernels_avx2();
-    if (strcmp(kernels.name, "generic")) return scan_kernels_avx512();
+    [[maybe_unused]] const auto is = [&](const char* name) { return !strcmp(kernels.name, name); };
+#if defined(ENGINE_AVX2)
+    if (is("avx2") || is("avx_vnni")) return scan_kernels_avx2();
 #endif
-    (void)kernels;
+#if defined(ENGINE_AVX512)
+    if (!is("generic")) return scan_kernels_avx512();
+#endif
     return scan_kernels_generic();
 }
 

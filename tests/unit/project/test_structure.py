@@ -58,6 +58,7 @@ RANKS = {
     "engine.plugins": 2,
     "engine.routing": 2,
     "engine.servers": 3,
+    "engine.__main__": 4,
     "engine.backends.custom.app": 4,
     "engine.cli": 4,
     "engine.library": 4,
