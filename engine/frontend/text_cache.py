@@ -23,7 +23,7 @@ from engine.core.text.tokenizer_tables import TokenizerTables
 log = logging.getLogger(__name__)
 
 SUFFIX = ".text"
-FORMAT_VERSION = 3  # version of `TextFacts` and of the code that derives them from a file
+FORMAT_VERSION = 4  # version of `TextFacts` and of the code that derives them from a file
 _DIGEST_BYTES = 32
 # Nothing is cached for a model file that changed less than this long ago. The file may change again
 # without a new timestamp, because timestamps have a limited resolution.
@@ -35,6 +35,7 @@ class TextFacts(msgspec.Struct, frozen=True):
     tables: TokenizerTables
     quantization: str | None
     size_bytes: int
+    recommended: dict[str, float]  # sampling parameters
 
 
 def cache_directory() -> Path:

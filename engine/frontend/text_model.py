@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -15,6 +15,7 @@ from engine.core.parsing.output import OutputFormat
 from engine.core.text.chat_template import ChatTemplate
 from engine.core.text.tokenizer import Tokenizer
 from engine.frontend.prompt_formats import Infill, Ranker, find_infill
+from engine.frontend.recommended import of_folder, of_gguf
 from engine.frontend.text_cache import TextCache, TextFacts, key_of
 
 if TYPE_CHECKING:
@@ -98,6 +99,7 @@ class TextModel:
     prompts: Mapping[str | None, str] = field(default_factory=dict)
     embeds: bool = False  # a decoder that was trained for embeddings
     ranker: Ranker | None = None  # a decoder that was trained to score pairs of texts
+    recommended: Mapping[str, Any] = field(default_factory=dict)  # sampling parameters
 
     @property
     def can_chat(self) -> bool:
@@ -230,11 +232,12 @@ def parse_text(source: "ModelSource") -> tuple[TextModel, TextFacts | None]:
     """
     if source.checkpoint.format == "gguf":
         facts = _facts_of(source)
-        tokenizer = Tokenizer.from_tables(facts.tables)
+        tokenizer, recommended = Tokenizer.from_tables(facts.tables), facts.recommended
     else:
         facts, tokenizer = None, Tokenizer.from_directory(source.path)
+        recommended = of_folder(source.path)
     text = text_model(source.config, tokenizer, source.quantization, source.size_bytes)
-    return _trained(text, source), facts
+    return _trained(replace(text, recommended=recommended), source), facts
 
 
 def _trained(text: TextModel, source: "ModelSource") -> TextModel:
@@ -265,7 +268,8 @@ def _facts_of(source: "ModelSource") -> TextFacts:
     from engine.core.text.tokenizer_gguf import tables_from_gguf
 
     tables = tables_from_gguf(source.metadata)
-    return TextFacts(source.config, tables, source.quantization, source.size_bytes)
+    recommended = of_gguf(source.metadata)
+    return TextFacts(source.config, tables, source.quantization, source.size_bytes, recommended)
 
 
 def _from_facts(facts: TextFacts) -> TextModel:
@@ -273,7 +277,8 @@ def _from_facts(facts: TextFacts) -> TextModel:
     checked before it was cached.
     """
     tokenizer = Tokenizer.from_tables(facts.tables)
-    return _assembled(facts.config, tokenizer, facts.quantization, facts.size_bytes)
+    text = _assembled(facts.config, tokenizer, facts.quantization, facts.size_bytes)
+    return replace(text, recommended=facts.recommended)
 
 
 def text_model(
@@ -292,7 +297,8 @@ def text_model(
 def with_template(text: TextModel, source: str) -> TextModel:
     """The text model with another chat template. Raises if the template is invalid."""
     tokenizer = text.tokenizer.with_template(source)
-    return text_model(text.config, tokenizer, text.quantization, text.size_bytes)
+    made = text_model(text.config, tokenizer, text.quantization, text.size_bytes)
+    return replace(made, recommended=text.recommended)
 
 
 def _assembled(
@@ -364,6 +370,7 @@ def card_of(
         ),
         emulated=text.emulated,
         template_options=text.template_options,
+        recommended=dict(text.recommended) if text.can_chat else None,
         trained_context=text.config.max_position,
         max_sequences=max_sequences,
         speculates=speculates,

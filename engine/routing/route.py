@@ -221,6 +221,7 @@ def combined_card(model_id: str, cards: Sequence[ModelCard]) -> ModelCard:
         trained_context=min(trained, default=None),
         num_dimensions=_same([card.num_dimensions for card in cards]),
         cache_identity=_same([card.cache_identity for card in cards]),
+        recommended=_same([card.recommended for card in cards]),
     )
 
 

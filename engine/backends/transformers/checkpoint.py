@@ -6,12 +6,13 @@ refers to Python code of the checkpoint, is ignored.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from engine.core.errors import ModelError, ModelFormatError
 from engine.core.text.tokenizer import Tokenizer
+from engine.frontend.recommended import of_folder, of_gguf
 from engine.frontend.text_model import TextModel, text_model
 from engine.weights.files import read_json, refuse_code_formats
 from engine.weights.gguf import open_gguf, part_names
@@ -73,7 +74,10 @@ def read_text(path: Path) -> TextModel:
     """Read what a frontend needs of the model at `path`: tokenizer and chat template."""
     checkpoint = open_checkpoint(path)
     tokenizer = checkpoint.tokenizer()
-    return text_model(checkpoint.shape, tokenizer, checkpoint.quantization, checkpoint.size_bytes)
+    made = text_model(checkpoint.shape, tokenizer, checkpoint.quantization, checkpoint.size_bytes)
+    is_folder = checkpoint.gguf is None
+    recommended = of_folder(checkpoint.folder) if is_folder else of_gguf(checkpoint.metadata)
+    return replace(made, recommended=recommended)
 
 
 def validate_checkpoint(path: Path, passed: Callable[[], None]) -> None:

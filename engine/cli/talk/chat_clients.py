@@ -4,7 +4,6 @@ import json
 import os
 import time
 from collections.abc import Generator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, Protocol
 
 from engine.core.errors import (
@@ -17,7 +16,6 @@ from engine.core.interfaces.backend import Event, ReasoningEvent, TextEvent, Usa
 
 Messages = Sequence[Mapping[str, Any]]
 PROBE_TIMEOUT_S = 0.5
-USUAL = {"temperature": 0.7, "top_p": 0.95}
 
 
 class Talker(Protocol):
@@ -42,7 +40,9 @@ class LocalTalker:
 
         self._llm = LLM(model, settings=settings)
         self.name: str = self._llm.card.id
-        self.defaults: Mapping[str, Any] = USUAL | self._llm.preset_parameters
+        self.defaults: Mapping[str, Any] = (
+            self._llm.card.chat_sampling | self._llm.preset_parameters
+        )
 
     def stream(self, messages: Messages, params: Mapping[str, Any]) -> Generator[Event]:
         from engine.sampling_params import make_params
@@ -54,11 +54,9 @@ class LocalTalker:
 
 
 class ServerTalker:
-    """A model of any OpenAI-compatible server. Without a model name, the server's first one. The
-    server has defaults of its own.
+    """A model of any OpenAI-compatible server. Without a model name, the server's first one. Our
+    own server says which sampling suits its models; others have defaults of their own.
     """
-
-    defaults: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, url: str, model: str | None, key: str | None) -> None:
         import httpx
@@ -71,19 +69,24 @@ class ServerTalker:
         self._client = httpx.Client(
             base_url=f"{self.place}/v1", headers=headers, timeout=timeout, trust_env=False
         )
-        self.name = model or self._models()[0]
+        reply = self._models()
+        ids = model_ids(reply)
+        if model is None and not ids:
+            raise _refusal(reply.status_code, reply.content, self.place)
+        self.name = model or ids[0]
+        self.defaults: Mapping[str, Any] = {}
+        if self.name in ids:
+            self.defaults = reply.json()["data"][ids.index(self.name)].get("chat_sampling", {})
 
-    def _models(self) -> list[str]:
+    def _models(self) -> Any:
         import httpx
 
         try:
-            reply = self._client.get("/models")
+            return self._client.get("/models")
         except httpx.HTTPError as error:
-            raise UnavailableError(f"Nothing answers at {self.place} ({error}).") from None
-        ids = model_ids(reply)
-        if not ids:
-            raise _refusal(reply.status_code, reply.content, self.place)
-        return ids
+            raise UnavailableError(
+                f"Nothing answers at {self.place} ({error}). Start a server there: engine serve"
+            ) from None
 
     def stream(self, messages: Messages, params: Mapping[str, Any]) -> Generator[Event]:
         import httpx

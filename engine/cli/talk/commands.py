@@ -67,7 +67,7 @@ def run(
     seed: SeedOption = None,
     url: UrlOption = None,
     api_key_file: ApiKeyFileOption = None,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Print the speed at the end.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Print sampling and speed.")] = False,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
 ) -> None:
@@ -83,7 +83,7 @@ def run(
         _talk(model, url, api_key_file, settings, system, params, uses_server=True)
         return
     from engine.cli.talk.chat_clients import open_talker
-    from engine.cli.talk.session import answer_printer, usage_note
+    from engine.cli.talk.session import answer_printer, sampling_note, usage_note
     from engine.core.interfaces.backend import TextEvent, UsageEvent
 
     key = read_api_key(api_key_file)
@@ -91,8 +91,11 @@ def run(
     printer = answer_printer(output())
     asked = [{"role": "system", "content": system}] if system else []
     asked.append({"role": "user", "content": text})
+    used = {**talker.defaults, **params}
+    if verbose:
+        messages().print(f"(sampling: {sampling_note(used)})", style="dim", highlight=False)
     try:
-        for event in talker.stream(asked, {**talker.defaults, **params}):
+        for event in talker.stream(asked, used):
             if isinstance(event, TextEvent):
                 printer.feed(event.text)
             elif isinstance(event, UsageEvent) and verbose:

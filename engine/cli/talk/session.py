@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +68,8 @@ class TalkSession:
     def run(self) -> None:
         """Read and answer messages until the user ends the conversation."""
         self._say(f"{self._talker.name} is ready ({self._talker.place}). {HELP}")
+        sampling = sampling_note({**self._talker.defaults, **self._params})
+        self._say(f"Sampling: {sampling}; /set NAME VALUE changes it.")
         draft = ""
         while True:
             try:
@@ -269,6 +271,11 @@ def answer_printer(console: "Console", column: int = 0) -> MarkdownPrinter:
 def usage_note(usage: UsageEvent) -> str:
     rate = (usage.completion_tokens - 1) / usage.decode_s if usage.decode_s else 0.0
     return f"({usage.completion_tokens} tokens, {rate:.0f} tok/s, {usage.cached_tokens} cached)"
+
+
+def sampling_note(params: Mapping[str, Any]) -> str:
+    """The sampling parameters in force, as a user would type them."""
+    return ", ".join(f"{name} {value}" for name, value in params.items()) or "the server's defaults"
 
 
 def read_value(text: str) -> Any:

@@ -271,6 +271,11 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True):
     parameters: dict[str, Any] = {}
 
 
+# Of chats whose model recommends nothing. Small models answer simple questions wrongly at the API's
+# temperature of 1 (benchmarks/accuracy/simple_questions.py).
+USUAL_SAMPLING = {"temperature": 0.1}
+
+
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """A model's description in `/v1/models`."""
 
@@ -304,6 +309,20 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str | None = None  # who trained it here and may use it alone; None: everyone may
     cache_identity: str | None = None  # of its blocks in cache tiers, in hex; None without tiers
     speculates: bool = False  # steps verify guessed tokens, with the same output
+    # Sampling parameters that the model's files recommend for chats. None: the backend has defaults
+    # of its own, or the model does not chat.
+    recommended: dict[str, Any] | None = None
+
+    @property
+    def chat_sampling(self) -> dict[str, Any]:
+        """What `engine run`, `engine chat` and the web page send unless the user says otherwise:
+        what the model's files recommend, or a low temperature. A preset has the last word.
+        """
+        if self.recommended is None:
+            return {}
+        preset = {} if self.preset is None else self.preset.parameters
+        usual = {**USUAL_SAMPLING, **self.recommended}
+        return {name: preset.get(name, value) for name, value in usual.items()}
 
     def of_adapter(self, name: str, created: int, tenant: str | None) -> "ModelCard":
         """The card of a LoRA adapter, if this is the card of its base model."""

@@ -37,6 +37,7 @@ def model_body(card: ModelCard, health: Health) -> dict[str, Any]:
         "capabilities": card.capabilities,
         "backend": card.backend,
         "quantization": card.quantization,
+        "chat_sampling": card.chat_sampling,
     }
 
 
@@ -85,4 +86,5 @@ def _defaults(card: ModelCard) -> dict[str, Any]:
 
 
 def _described(services: Services, card: ModelCard) -> dict[str, Any]:
-    return model_body(card, services.backend.model_health(card.id))
+    health = services.backend.model_health(card.id)
+    return model_body(services.with_preset(card), health)

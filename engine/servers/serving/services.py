@@ -235,7 +235,7 @@ class Services:
 
     def find_model(self, name: str | None, principal: Principal) -> ModelCard:
         """The model of this name, if `principal` may use it. Without a name, the default model."""
-        return self._with_preset(self._resolve(name, principal).card)
+        return self.with_preset(self._resolve(name, principal).card)
 
     def models_for(self, principal: Principal) -> list[ModelCard]:
         """The models and adapters that the key may use. No answer to its requests may name
@@ -243,7 +243,7 @@ class Services:
         """
         return [card for card in self.backend.models() if principal.may_use(card)]
 
-    def _with_preset(self, card: ModelCard) -> ModelCard:
+    def with_preset(self, card: ModelCard) -> ModelCard:
         """The card with the defaults of the model's preset, if there is one."""
         if not self.presets or (table := self.presets.get(card.root or card.id)) is None:
             return card
@@ -268,7 +268,7 @@ class Services:
         if resolved.warning is not None:
             self.warn(request, "model", resolved.warning)
         record_of(request.scope).model = resolved.card.id
-        return self._with_preset(resolved.card)
+        return self.with_preset(resolved.card)
 
     def _served_ids(self, principal: Principal) -> list[str]:
         """The models that the key may use, without other names of the same model."""

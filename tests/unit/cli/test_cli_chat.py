@@ -19,6 +19,7 @@ class FakeLLM:
     """Answers with the number of messages; refuses a conversation whose last one is "too long"."""
 
     preset_parameters: Mapping[str, Any] = MappingProxyType({})
+    chat_sampling: Mapping[str, Any] = MappingProxyType({"temperature": 0.6, "top_k": 20})
 
     def __init__(self, model: str, *, settings: dict[str, Any]) -> None:
         self.card = self
@@ -45,6 +46,8 @@ class FakeLLM:
         if messages[-1]["content"] == "tell me everything":
             yield TextEvent(0, "It began", 2)
             raise KeyboardInterrupt
+        if messages[-1]["content"] == "sampling?":
+            yield TextEvent(0, f"{params.temperature:g} {params.top_k}", 1)
         yield TextEvent(0, f"<{len(messages)} messages>", 1)
         yield UsageEvent(5, 11, 0, decode_s=2.0)
 
@@ -103,6 +106,15 @@ def test_grammar_and_schema_flags_constrain_the_output(tmp_path: Path) -> None:
 def test_run_answers_a_message_and_reads_stdin() -> None:
     result = CliRunner().invoke(app, ["run", "m", "Count", "this:"], input="some text\n")
     assert (result.exit_code, result.stdout) == (0, "<1 messages>\n")
+
+
+def test_chats_use_and_show_the_sampling_that_suits_the_model() -> None:
+    result = CliRunner().invoke(app, ["chat", "m", "--temperature", "0"], input="sampling?\n")
+    assert "Sampling: temperature 0.0, top_k 20;" in result.stdout
+    assert "0 20<1 messages>" in result.stdout
+    result = CliRunner().invoke(app, ["run", "m", "sampling?", "--verbose"], input="")
+    assert "0.6 20<1 messages>" in result.stdout
+    assert "sampling: temperature 0.6, top_k 20" in result.stderr
 
 
 def test_the_markdown_printer_wraps_between_words_and_loses_no_text() -> None:

@@ -1,4 +1,5 @@
 // Turns a conversation and the settings into the body of a request.
+import { server } from "../lib/server.js";
 import { PARAMS, parsed, parsedJson } from "./params.js";
 import { pathTo } from "./tree.js";
 
@@ -23,8 +24,13 @@ export function formatOf(settings) {
   return { type: "json_schema", json_schema: given.schema ? given : { name: "answer", schema: given } };
 }
 
-function sampling(settings) {
-  const body = {};
+// What the server says suits a model: what the model's files recommend, or a low temperature.
+export function usualSampling(model) {
+  return server.value.models.find((each) => each.id === model)?.chat_sampling ?? {};
+}
+
+function sampling(settings, model) {
+  const body = { ...usualSampling(model) };
   for (const param of PARAMS) {
     const value = parsed(param, settings.params[param.name]);
     if (value !== undefined) body[param.name] = value;
@@ -64,7 +70,7 @@ export function chatBody({ nodes, parent, system }, settings, model, begun) {
   const format = formatOf(settings);
   if (format) body.response_format = format;
   if (settings.logprobs) Object.assign(body, { logprobs: true, top_logprobs: 5 });
-  return { ...body, ...sampling(settings) };
+  return { ...body, ...sampling(settings, model) };
 }
 
 function inputItems(node) {
@@ -93,7 +99,7 @@ export function responseBody({ nodes, parent, system }, settings, model) {
   const format = formatOf(settings);
   if (format) body.text = { format: format.type === "json_schema" ? { type: "json_schema", ...format.json_schema } : format };
   if (settings.logprobs) Object.assign(body, { include: ["message.output_text.logprobs"], top_logprobs: 5 });
-  const { max_tokens, reasoning_effort, ...others } = sampling(settings);
+  const { max_tokens, reasoning_effort, ...others } = sampling(settings, model);
   if (max_tokens !== undefined) body.max_output_tokens = max_tokens;
   if (reasoning_effort !== undefined) body.reasoning = { effort: reasoning_effort };
   return { ...body, ...others };

@@ -6,7 +6,7 @@ import { server } from "../lib/server.js";
 import { useStore } from "../lib/store.js";
 import { chosenModels } from "./generate.js";
 import { PARAMS, parsed } from "./params.js";
-import { formatOf, toolsOf } from "./request.js";
+import { formatOf, toolsOf, usualSampling } from "./request.js";
 import { change, chat, settings } from "./state.js";
 
 const MAX_MODELS = 4;
@@ -70,7 +70,7 @@ function inForce({ name, hint, absent }, defaults) {
 }
 
 export function Settings() {
-  const defaults = useDefaults();
+  const defaults = { ...useDefaults(), ...usualSampling(chosenModels()[0]) };
   const kept = useStore(settings);
   const { meta } = useStore(chat);
   const changed = Object.values(kept.params).filter((each) => each !== "" && each !== false).length;
