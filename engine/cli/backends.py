@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from engine.cli.console import BackendOption, ConfigOption, ModelArgument, load_cli_settings
+from engine.cli.help import VerbGroup
 from engine.cli.serve import parse_options
 from engine.cli.serve_options import OptionsOption
 
@@ -20,7 +21,7 @@ NameOption = Annotated[
     str | None, typer.Option("--name", help="One of the file's [backends]; default: all of them.")
 ]
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None)
+app = typer.Typer(cls=VerbGroup, add_completion=False, rich_markup_mode=None)
 
 
 @app.callback()

@@ -5,13 +5,14 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from engine.cli.console import ConfigOption, JsonOption, load_cli_settings, output
+from engine.cli.help import VerbGroup
 
 if TYPE_CHECKING:
     from engine.core.config import LoadedSettings
 
 HIDDEN = "********"
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None)
+app = typer.Typer(cls=VerbGroup, add_completion=False, rich_markup_mode=None)
 
 
 @app.callback()

@@ -5,6 +5,8 @@ from importlib import import_module
 
 import typer
 
+from engine.cli.help import VerbGroup
+
 SCRIPTS = {
     "single_file_gpt2": "A complete GPT-2 in one file.",
     "single_file_llama": "A complete Llama in one file; tells stories15M's stories.",
@@ -25,6 +27,7 @@ _PASSED_ON = {
 }
 
 app = typer.Typer(
+    cls=VerbGroup,
     help="Scripts for working on the engine.",
     no_args_is_help=True,
     add_completion=False,

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,13 @@ import psutil
 import typer
 
 from engine import __version__
+from engine.cli import machine_speed
 from engine.cli.console import ConfigOption, JsonOption, load_cli_settings, output
 from engine.core.errors import EngineError
 from engine.core.memory import memory_room
 from engine.core.store.gpus import amd_gpus, has_rocm_torch, query_gpus, rocm_version
 
 _GIB = 2**30
-_MEASURE_TIMEOUT_S = 30.0
-_NATIVE = "engine.native"
 _NATIVE_FIX = (
     "install a C++ compiler (for example: apt-get install g++) and install the engine again, "
     "or serve with PyTorch: pip install 'engine[torch]' and --backend torch"
@@ -190,10 +188,10 @@ def _kernels() -> list[Finding]:
     """The instruction sets that the native kernels can use on this machine, and the measured speed
     of the kernels.
     """
-    if not _has_native_kernels():
+    if not machine_speed.has_kernels():
         return [Finding("kernels", "native kernels", "not built", False, _NATIVE_FIX)]
     try:
-        speed = _measured_speed()
+        speed = machine_speed.measured_speed()
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         detail = f"built, but measuring them failed: {error}"
         return [Finding("kernels", "native kernels", detail, False, _NATIVE_FIX)]
@@ -209,7 +207,10 @@ def _why_not_faster(kernel_set: str, flags: Sequence[str]) -> str:
     for faster, needed in _FASTER.get(kernel_set, {}).items():
         missing = [_CPU_FEATURES.get(flag, flag) for flag in needed if flag not in flags]
         are = "is" if len(missing) == 1 else "are"
-        reason = "the operating system does not enable its registers"
+        reason = (
+            "these kernels were built on another CPU, or the operating system does not enable its"
+            " registers; in the first case, install the engine again here"
+        )
         if missing:
             reason = f"{', '.join(missing)} {are} missing on this CPU"
         reasons.append(f"; not {faster}, because {reason}")
@@ -239,31 +240,13 @@ def _speeds(speed: Mapping[str, Any]) -> list[Finding]:
     ]
     size = CATALOGUE[DEFAULT_MODEL].size
     if size is not None:
-        # Decode at batch size 1 reads every weight once per token, so memory speed limits the token
-        # rate. A small model may stay in the cache of a large CPU.
-        bound = speed["read_bytes_per_s"] / size
+        rate = machine_speed.tokens_per_second(size, speed["read_bytes_per_s"])
         detail = (
-            f"about {bound:.0f} tokens/s for one request while its {size / 1e6:.0f} MB a token come"
-            " from memory, more if the CPU's cache holds them"
+            f"about {machine_speed.speed_text(rate)} tok/s for one request, more where"
+            f" speculation guesses right or the CPU's caches hold its {size / 1e6:.0f} MB"
         )
         found.append(Finding("kernels", DEFAULT_MODEL, detail))
     return found
-
-
-def _has_native_kernels() -> bool:
-    return find_spec(f"{_NATIVE}._native") is not None
-
-
-def _measured_speed() -> dict[str, Any]:
-    """Measure the native kernels in a child process. Raises `SubprocessError` or `ValueError` if
-    the kernels can't run.
-    """
-    command = [sys.executable, "-m", f"{_NATIVE}.machine"]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=_MEASURE_TIMEOUT_S)
-    if answer.returncode:
-        problem = answer.stderr.strip().splitlines() or [f"exit status {answer.returncode}"]
-        raise ValueError(problem[-1])
-    return json.loads(answer.stdout)
 
 
 def _backends(has_gpu: bool, kernels: Finding) -> list[Finding]:

@@ -1,5 +1,5 @@
-"""The help texts of commands: options in groups, with colours on a terminal. Also tab completion,
-and the advice for flags of other engines that do not exist here.
+"""The help texts of commands: options in groups, with colours on a terminal, and examples. Also tab
+completion, and the advice for flags of other engines that do not exist here.
 """
 
 import os
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from engine.core.errors import ConfigError
 
@@ -49,6 +49,75 @@ FOREIGN = {
     ),
 }
 
+# Two examples of each command, which its `--help` shows at the end.
+EXAMPLES = {
+    "run": ('run qwen3-0.6b "Why is the sky blue?"', "run --url https://host:8000 --temperature 0"),
+    "serve": ("serve smollm2-135m-instruct", "serve ./model.gguf --port 9000 --ctx-size 8192"),
+    "chat": ("chat qwen3-0.6b", 'chat --system "Answer in one sentence." --seed 1'),
+    "generate": ('generate "Once upon a time"', "generate - --max-tokens 50 --temperature 0.8"),
+    "pull": ("pull qwen3-0.6b --quant Q8_0", "pull bartowski/SmolLM2-1.7B-Instruct-GGUF:Q4_K_M"),
+    "list": ("list", "list --json"),
+    "search": ("search coder", "search qwen --fits"),
+    "show": ("show smollm2-135m-instruct", "show ./model.gguf --json"),
+    "rm": ("rm qwen3-0.6b", "rm qwen3-0.6b --packed --yes"),
+    "inspect": ("inspect ./model.gguf --tensors", "inspect smollm2-135m-instruct --graph --time"),
+    "convert": (
+        "convert ./checkpoint model.gguf --type Q4_K_M",
+        "convert model.gguf small.gguf --type Q4_0 --check text.txt",
+    ),
+    "finetune": (
+        "finetune examples.jsonl --base smollm2-135m-instruct",
+        "finetune pairs.jsonl --base ./model --method dpo --device cuda",
+    ),
+    "imatrix": ("imatrix ./model.gguf text.txt", "imatrix ./model.gguf text.txt -o imatrix.gguf"),
+    "adapters": ("adapters list", "adapters add tone ./adapter --base smollm2-135m-instruct"),
+    "vectors": ("vectors list", "vectors import calm ./control.gguf"),
+    "ps": ("ps", "ps --url https://host:8000 --admin-key-file key"),
+    "stop": ("stop", "stop qwen3-0.6b --url http://127.0.0.1:9000"),
+    "top": ("top", "top --url http://127.0.0.1:9000 --once"),
+    "cache": ("cache stat", "cache list"),
+    "bench": ("bench", "bench --url http://127.0.0.1:9000 --requests 64 --concurrency 16"),
+    "admin": ("admin status", "admin --url http://127.0.0.1:9000 log-level debug"),
+    "replay": ("replay chatcmpl-123", "replay chatcmpl-123 --url http://127.0.0.1:9000 --json"),
+    "triton": (
+        "triton export ./repository",
+        "triton export ./repository --url http://127.0.0.1:9000",
+    ),
+    "conformance": ("conformance", "conformance --url https://host:8000 --only chat"),
+    "compare": (
+        "compare --backends native,torch --prompts prompts.txt",
+        "compare --backends native,http://127.0.0.1:8081 --prompts prompts.jsonl --limit 20",
+    ),
+    "eval": (
+        "eval questions.jsonl --models smollm2-135m-instruct",
+        "eval questions.jsonl --url http://127.0.0.1:8080 --limit 50",
+    ),
+    "node": (
+        "node token node-token",
+        "node join http://host:8080 --token-file node-token",
+    ),
+    "cluster": (
+        "cluster up http://host:8080 --ray auto --token-file node-token",
+        "cluster status --ray auto",
+    ),
+    "shard": (
+        "shard host:9001 --token-file token",
+        "shard host:9001 --token-file token --device cpu",
+    ),
+    "deploy": ("deploy user@host", "deploy user@host --model qwen3-0.6b --port 9000"),
+    "config": ("config show", "config show --config engine.toml --json"),
+    "keys": ("keys new alice", "keys list --file keys.json"),
+    "backends": ("backends argv", "backends argv --config engine.toml"),
+    "plugins": ("plugins list", "plugins list --json"),
+    "completion": ("completion bash", "completion zsh"),
+    "doctor": ("doctor", "doctor --json"),
+    "profile": ("profile smollm2-135m-instruct", "profile ./model.gguf --trace trace.json"),
+    "dev": ("dev module_map runtime", "dev single_file_gpt2"),
+}
+# Other words for a verb -> the verb that groups have.
+VERBS = {
+    **{"ls": "list", "remove": "rm", "delete": "rm", "create": "new"},
+}
 COMPLETE_VARIABLE = "_ENGINE_COMPLETE"
 # How to use the script of a shell, shown as its first line.
 _USE = {
@@ -72,7 +141,12 @@ def refuse_foreign(command: str | None, arguments: Sequence[str]) -> None:
 
 
 class GroupedCommand(TyperCommand):
-    """A command whose help shows the options under the headings of `rich_help_panel`."""
+    """A command whose help shows the options under the headings of `rich_help_panel`, and ends with
+    examples.
+    """
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        write_examples(ctx, formatter)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}
@@ -86,6 +160,34 @@ class GroupedCommand(TyperCommand):
             if heading != "Options":
                 write_section(formatter, heading, sections[heading])
         write_section(formatter, "Options", sections.get("Options", []))
+
+
+class VerbGroup(TyperGroup):
+    """A group of subcommands. The same verbs work in all groups, and no description is cut."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        found = super().get_command(ctx, cmd_name)
+        return found or super().get_command(ctx, VERBS.get(cmd_name, cmd_name))
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        rows = []
+        for name in self.list_commands(ctx):
+            lines = (self.get_command(ctx, name).help or "").split("\n\n")[0]
+            rows.append((name, " ".join(lines.split())))
+        write_section(formatter, "Commands", rows)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        write_examples(ctx, formatter)
+
+
+def write_examples(ctx: Any, formatter: Any) -> None:
+    """The examples of a command, or those of its group that call it. Without any: nothing."""
+    name, *inner = ctx.command_path.removeprefix("engine ").split()
+    given = [each for each in EXAMPLES.get(name, ()) if each.split()[1 : 1 + len(inner)] == inner]
+    if given:
+        with formatter.section(_styled("Examples", _HEADING)):
+            for each in given:
+                formatter.write(f"  engine {each}\n")
 
 
 def write_section(formatter: Any, heading: str, rows: Sequence[tuple[str, str]]) -> None:

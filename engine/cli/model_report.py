@@ -67,6 +67,7 @@ def describe(source: "ModelSource", context: int, batch: int) -> dict[str, Any]:
         },
         "here": _here(
             sum(tensor.nbytes for tensor in tensors.values()),
+            sum(file.stat().st_size for file in source.checkpoint.files),
             config.kv_bytes_per_token(DTYPES["bfloat16"]) * context * batch,
             _active_share(config),
         ),
@@ -81,15 +82,17 @@ def _active_share(config: "ModelConfig") -> float:
     return 1.0 if experts is None else experts.per_token / experts.count
 
 
-def _here(weights: int, kv_cache: int, active: float) -> dict[str, Any]:
+def _here(weights: int, files: int, kv_cache: int, active: float) -> dict[str, Any]:
     """Whether the model fits this machine, and an estimate of its speed for one sequence. The speed
-    is None on a GPU, whose memory is not measured.
+    is None on a GPU, whose memory is not measured. `files` is the size that `engine list` knows.
     """
-    from engine.core.store.fit import memory_rate, this_machine, tokens_per_second
+    from engine.cli.machine_speed import tokens_per_second, weight_rate
+    from engine.core.store.fit import this_machine
 
     machine = this_machine()
     needs, is_gpu = weights + kv_cache, machine.is_gpu
-    speed = None if is_gpu else round(tokens_per_second(weights * active, memory_rate()), 1)
+    rate = None if is_gpu else weight_rate()
+    speed = None if rate is None else tokens_per_second(files * active, rate)
     return {
         "fits": needs <= machine.usable,
         "needs": needs,
@@ -233,13 +236,15 @@ def _verdict(here: dict[str, Any], memory: dict[str, Any]) -> dict[str, str]:
     """Whether the model fits this machine with its stored weights and a 16-bit KV cache, and how
     fast it is.
     """
+    from engine.cli.machine_speed import speed_text
+
     tokens = f"{memory['batch']} x {memory['context']:,} tokens"
     needs, usable = human_bytes(here["needs"]), human_bytes(here["usable"])
     fits = "yes" if here["fits"] else "no"
     speed = here["tokens_per_s"]
     return {
         "fits here": f"{fits}: {needs} with {tokens}; {usable} of {here['machine']} are usable",
-        "speed here": "-" if speed is None else f"about {speed:.0f} tok/s for one sequence",
+        "speed here": "-" if speed is None else f"about {speed_text(speed)} tok/s for one sequence",
     }
 
 

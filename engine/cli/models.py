@@ -112,6 +112,7 @@ def _print_models(rows: list[dict[str, Any]], as_json: bool) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from engine.cli.machine_speed import speed_text
     from engine.cli.model_report import human_bytes
 
     console = output()
@@ -125,7 +126,7 @@ def _print_models(rows: list[dict[str, Any]], as_json: bool) -> None:
         label = Text(row["name"], style="bold" if row["pulled"] else "")
         label.append(" (default)" if row["default"] else "", style="dim")
         size = "-" if row["size"] is None else human_bytes(row["size"])
-        speed = "-" if row["tokens_per_s"] is None else f"{row['tokens_per_s']:.0f}"
+        speed = "-" if row["tokens_per_s"] is None else speed_text(row["tokens_per_s"])
         origin = _ORIGINS.get(row["source"].partition(":")[0], "?")
         here = row["date"][:10] if row["pulled"] else _fit_text(row["fits"])
         row_texts = (label, size, speed, here, origin, Text(_what(row)))
@@ -275,8 +276,9 @@ def model_rows() -> list[dict[str, Any]]:
     """One row per model: first the models on this machine, then the models of the catalogue that
     are not pulled.
     """
+    from engine.cli.machine_speed import tokens_per_second, weight_rate
     from engine.core.store.catalogue import CATALOGUE
-    from engine.core.store.fit import memory_rate, this_machine, tokens_per_second
+    from engine.core.store.fit import this_machine
     from engine.core.store.model_store import ModelStore
 
     store, machine = ModelStore(), this_machine()
@@ -291,13 +293,13 @@ def model_rows() -> list[dict[str, Any]]:
         | (_quant_fit(entry, machine) if entry.quants else _fit(entry.size, machine))
         for entry in known
     ]
-    rate = None if machine.is_gpu else memory_rate()
+    rate = None if machine.is_gpu else weight_rate()
     for row in rows:
         row["tokens_per_s"] = None
         if rate is not None and row["size"] and row["fits"]:
             found = CATALOGUE.get(row["name"])
             active = row["size"] * (found.active if found else 1.0)
-            row["tokens_per_s"] = round(tokens_per_second(active, rate), 1)
+            row["tokens_per_s"] = tokens_per_second(active, rate)
     return rows
 
 

@@ -12,9 +12,10 @@ from urllib.parse import urlsplit
 import typer
 
 from engine.cli.console import messages, read_api_key
+from engine.cli.help import VerbGroup
 from engine.core.errors import ConfigError, UnavailableError
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=True)
+app = typer.Typer(cls=VerbGroup, add_completion=False, rich_markup_mode=None, no_args_is_help=True)
 
 # Input tensors besides the prompt, which are all optional: name → data type and dimension.
 OPTIONAL_INPUTS = {

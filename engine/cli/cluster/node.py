@@ -16,7 +16,7 @@ from engine.cli.console import (
     load_cli_settings,
     output,
 )
-from engine.cli.help import GroupedCommand
+from engine.cli.help import GroupedCommand, VerbGroup
 from engine.cli.main import take_engine
 from engine.cli.serve_options import ENGINE_FLAGS, with_flags
 from engine.core.errors import (
@@ -36,6 +36,7 @@ TOKEN_BYTES = 32
 _JOIN = "Node"
 
 app = typer.Typer(
+    cls=VerbGroup,
     help="Let the engine of this machine work for a server elsewhere.",
     no_args_is_help=True,
     add_completion=False,
@@ -104,7 +105,7 @@ def join(
         raise
 
 
-@app.command(name="ls")
+@app.command(name="list")
 def list_nodes(
     url: UrlArgument,
     token_file: TokenOption,

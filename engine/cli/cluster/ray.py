@@ -10,9 +10,11 @@ import typer
 
 from engine.cli.cluster.node import CaOption, NodeModelOption, TokenOption, call_nodes
 from engine.cli.console import JsonOption, output
+from engine.cli.help import VerbGroup
 from engine.cli.serve_options import with_flags
 
 app = typer.Typer(
+    cls=VerbGroup,
     help="Run nodes in a Ray cluster.",
     no_args_is_help=True,
     add_completion=False,

@@ -12,8 +12,10 @@ import typer
 
 from engine.cli.console import JsonOption, messages, output
 from engine.cli.convert import TypeOption
+from engine.cli.help import VerbGroup
 
 app = typer.Typer(
+    cls=VerbGroup,
     help="LoRA adapters that are served beside their base model.",
     no_args_is_help=True,
     add_completion=False,
@@ -43,7 +45,7 @@ OwnBaseOption = Annotated[
 ]
 
 
-@app.command("ls")
+@app.command("list")
 def ls(as_json: JsonOption = False) -> None:
     """List the adapters of the store."""
     from engine.core.store.adapter_store import kept_adapters, records

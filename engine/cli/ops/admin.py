@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from engine.cli.console import output
+from engine.cli.help import VerbGroup
 from engine.cli.ops.admin_client import call_admin
 from engine.cli.ops.keys import (
     AdminOption,
@@ -54,7 +54,7 @@ def pairs_table(pairs: Mapping[str, Any]) -> "RenderableType":
     return table
 
 
-class HoistingGroup(TyperGroup):
+class HoistingGroup(VerbGroup):
     """Accepts the options of `engine admin` after a subcommand too: `admin models --url URL`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -79,10 +79,14 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 keys_app = typer.Typer(
-    help="Keys of the running server.", no_args_is_help=True, rich_markup_mode=None
+    cls=VerbGroup, help="Keys of the running server.", no_args_is_help=True, rich_markup_mode=None
 )
-cache_app = typer.Typer(help="Its prefix caches.", no_args_is_help=True, rich_markup_mode=None)
-plugins_app = typer.Typer(help="Its plugins.", no_args_is_help=True, rich_markup_mode=None)
+cache_app = typer.Typer(
+    cls=VerbGroup, help="Its prefix caches.", no_args_is_help=True, rich_markup_mode=None
+)
+plugins_app = typer.Typer(
+    cls=VerbGroup, help="Its plugins.", no_args_is_help=True, rich_markup_mode=None
+)
 app.add_typer(keys_app, name="keys")
 app.add_typer(cache_app, name="cache")
 app.add_typer(plugins_app, name="plugins")
@@ -186,7 +190,7 @@ def swap(
     show(ctx, found, f"{id} runs in a new engine. {told}")
 
 
-@app.command()
+@app.command("rm")
 def remove(ctx: typer.Context, id: IdArgument, wait: WaitOption = None) -> None:
     """Remove a model, so that clients can't request it."""
     found = call(ctx, "POST", "models/remove", _named(id, wait))
@@ -277,7 +281,7 @@ def new_key(
     show(ctx, found, found["key"])
 
 
-@keys_app.command("remove")
+@keys_app.command("rm")
 def remove_key(ctx: typer.Context, name: NameArgument) -> None:
     """Remove a key; it is refused from now on."""
     show(ctx, call(ctx, "DELETE", f"keys/{name}"), f"'{name}' is refused from now on.")

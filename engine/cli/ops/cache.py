@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from engine.cli.console import ConfigOption, JsonOption, load_cli_settings, output
+from engine.cli.help import VerbGroup
 from engine.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 MIB = 2**20
 MAX_PREFIXES, MAX_TOKENS = 1000, 500_000  # that are sent to a server at once
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=True)
+app = typer.Typer(cls=VerbGroup, add_completion=False, rich_markup_mode=None, no_args_is_help=True)
 
 TierOption = Annotated[str | None, typer.Option("--tier", help="Only this tier: disk or redis.")]
 FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="A tar file.")]
@@ -52,7 +53,7 @@ def stat(config: ConfigOption = None, tier: TierOption = None, as_json: JsonOpti
     _show(rows, as_json)
 
 
-@app.command("ls")
+@app.command("list")
 def list_prefixes(
     config: ConfigOption = None,
     tier: TierOption = None,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from engine.cli.console import ConfigOption, JsonOption, load_cli_settings, messages, output
+from engine.cli.help import VerbGroup
 from engine.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 app = typer.Typer(
+    cls=VerbGroup,
     help="The keys file of a server on this machine.",
     no_args_is_help=True,
     add_completion=False,
@@ -111,7 +113,7 @@ def list_keys(
         output().print(keys_table(shown))
 
 
-@app.command("remove")
+@app.command("rm")
 def remove(name: NameArgument, file: FileOption = None, config: ConfigOption = None) -> None:
     """Remove a key from the file."""
     from engine.core.key_file import remove_key

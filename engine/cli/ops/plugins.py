@@ -7,8 +7,9 @@ from typing import Any
 import typer
 
 from engine.cli.console import ConfigOption, JsonOption, load_cli_settings, output
+from engine.cli.help import VerbGroup
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None)
+app = typer.Typer(cls=VerbGroup, add_completion=False, rich_markup_mode=None)
 
 
 @app.callback()

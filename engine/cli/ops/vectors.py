@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from engine.cli.console import ConfigOption, JsonOption, load_cli_settings, messages, output
+from engine.cli.help import VerbGroup
 from engine.core.errors import ConfigError
 from engine.core.store.catalogue import DEFAULT_MODEL
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from engine.core.interp.vectors import VectorStore
 
 app = typer.Typer(
+    cls=VerbGroup,
     help='Named vectors of this machine, for `"vector": NAME` in requests.',
     no_args_is_help=True,
     add_completion=False,
@@ -61,7 +63,7 @@ def train(
     output().print(f"{name}: layers {span}, {total} texts, {path}", highlight=False)
 
 
-@app.command("ls")
+@app.command("list")
 def list_vectors(json_output: JsonOption = False, config: ConfigOption = None) -> None:
     """List the vectors, autoencoders and tuned lenses."""
     import json

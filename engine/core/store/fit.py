@@ -5,11 +5,8 @@ part of the memory: of the GPU if models run there, else of the machine or its c
 """
 
 import subprocess
-import time
 from dataclasses import dataclass
 from importlib.util import find_spec
-
-import psutil
 
 from engine.core.errors import ConfigError, ResourceError
 from engine.core.memory import memory_room
@@ -22,8 +19,6 @@ _RAM_PART, _GPU_PART = 0.75, 0.9
 # A CPU reads all weights that a token uses for each token, at some 30 GB/s. More bytes than this
 # would give fewer than ten tokens per second.
 _CPU_READ_BYTES = 3_000_000_000
-_PROBE_BYTES = 32 << 20  # per core; larger than the caches
-_KERNEL_SHARE = 0.5  # of the memory's rate that decode reaches with the native kernels
 _GOOD_QUANT = "Q4_K_M"  # smaller quants are noticeably worse
 
 
@@ -62,30 +57,6 @@ def needed_bytes(entry: CatalogueEntry, quant: Quant) -> int:
     """The memory that a quant takes with the KV cache of a usable context."""
     tokens = min(USABLE_CONTEXT, entry.context)
     return quant.size + entry.kv_bytes * tokens + _WORKING_BYTES
-
-
-def tokens_per_second(weight_bytes: float, rate: float) -> float:
-    """An estimate of the decode speed of one sequence on a CPU. Every token reads the weights once,
-    at about half of the memory's rate.
-    """
-    return rate * _KERNEL_SHARE / max(1.0, weight_bytes)
-
-
-def memory_rate() -> float:
-    """Bytes per second that all cores together read from memory, measured in about 0.1 s."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    import numpy as np
-
-    count = len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else 1
-    blocks = [np.ones(_PROBE_BYTES // 8, np.uint64) for _ in range(count)]
-    best = float("inf")
-    with ThreadPoolExecutor(count) as threads:
-        for _ in range(3):
-            began = time.perf_counter()
-            list(threads.map(np.bitwise_or.reduce, blocks))  # numpy releases Python's lock
-            best = min(best, time.perf_counter() - began)
-    return count * _PROBE_BYTES / best
 
 
 def best_quant(entry: CatalogueEntry, machine: MachineMemory) -> Quant | None:

@@ -84,7 +84,7 @@ def test_two_machines_share_the_requests_of_one_router(default_model: Path, tmp_
     auth = {"authorization": f"Bearer {(tmp_path / 'api.key').read_text().strip()}"}
     serve = page_command(example, "engine serve smol", **{"0.0.0.0": f"127.0.0.1 --port {port}"})
     join = page_command(example, "engine node join", **here) + " --name two --threads 1"
-    listed = page_command(example, "engine node ls", **here) + " --json"
+    listed = page_command(example, "engine node list", **here) + " --json"
 
     def joined() -> bool:
         told = subprocess.run(

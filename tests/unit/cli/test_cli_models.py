@@ -68,7 +68,9 @@ def source(metadata: dict[str, Any]) -> ModelSource:
         tensor("a", (32, 32), "Q4_1", 640),
         tensor("b", (64, 32), "Q4_1", 1280),
     ]
-    checkpoint: Any = SimpleNamespace(tensors={each.name: each for each in tensors}, format="gguf")
+    checkpoint: Any = SimpleNamespace(
+        tensors={each.name: each for each in tensors}, format="gguf", files=()
+    )
     return ModelSource(Path("m.gguf"), CONFIG, checkpoint, {}, metadata)
 
 
