@@ -56,7 +56,7 @@ GROUPS = {
         "replay": ("engine.cli.ops.replay:replay", "Run a recorded request again and compare it."),
         "triton": ("engine_tools.triton.export:app", "Make it a model of a Triton server."),
         "conformance": (
-            "engine.cli.conformance:conformance",
+            "engine.cli.ops.conformance:conformance",
             "Check any server against what clients rely on.",
         ),
         "compare": (
@@ -120,7 +120,7 @@ class LazyCommand(TyperCommand):
 
     def make_context(self, info_name: Any, args: Any, parent: Any = None, **extra: Any) -> Any:
         refuse_foreign(self.name, args)
-        return self.resolve().make_context(info_name, args, parent=parent, **extra)
+        return self.resolve().make_context(self.name, args, parent=parent, **extra)
 
     def resolve(self) -> Any:
         """Import the module and return the real command."""

@@ -73,6 +73,15 @@ ApiKeyFileOption = Annotated[
         rich_help_panel="Server", help="File with the API key; or set LLM_ENGINE_API_KEY."
     ),
 ]
+# Of commands whose first argument is the address.
+SERVER_URL = "http://127.0.0.1:8080"
+UrlArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[URL]", help=f"The server, with or without /v1. [default: {SERVER_URL}]"
+    ),
+]
+SameUrlOption = Annotated[str | None, typer.Option("--url", help="The same as URL.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 

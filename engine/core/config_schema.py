@@ -77,7 +77,7 @@ class ServerSettings(Section):
     """API key that every client sends; set by a variable or by `server.api_key_file`."""
     api_key_file: Path | None = None
     """File that holds the API key."""
-    keys_file: Path | None = None
+    keys_file: Annotated[Path | None, Flag("Named keys, as `engine keys` makes them.")] = None
     """File of several named keys, as `engine keys` writes it."""
     admin_key: Secret | None = None
     """Key for `/v1/admin`; set by a variable or by `server.admin_key_file`."""

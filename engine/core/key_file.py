@@ -104,6 +104,8 @@ def read_keys(path: Path) -> tuple[KeyEntry, ...]:
             content = file.read(MAX_FILE_BYTES)
     except ForeignFileError as error:
         raise _unusable(path, f"{error}; `chmod 600` it, as its owner") from None
+    except FileNotFoundError:
+        raise _unusable(path, "it does not exist; `engine keys new NAME` makes it") from None
     except OSError as error:
         raise _unusable(path, error.strerror or str(error)) from None
     try:

@@ -19,7 +19,7 @@ from engine.finetuning.plan import (
     decide,
 )
 
-_PACKAGES = ("torch", "transformers", "peft")
+_PACKAGES = ("torch", "transformers", "peft", "accelerate")
 
 
 class TrainingRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,12 +73,14 @@ def make_job(request: TrainingRequest, path: Path) -> tuple[JobFolder, TrainingP
 
 
 def _check_packages() -> None:
-    for name in _PACKAGES:
-        if find_spec(name) is None:
-            raise InvalidRequestError(
-                f"training needs {name}, which is missing: pip install 'engine[finetune]'",
-                code="not_installed",
-            )
+    missing = [name for name in _PACKAGES if find_spec(name) is None]
+    if missing:
+        are = "is" if len(missing) == 1 else "are"
+        raise InvalidRequestError(
+            f"training needs {', '.join(missing)}, which {are} missing:"
+            " pip install 'engine[finetune]'",
+            code="not_installed",
+        )
 
 
 def adapter_name(base: str, suffix: str, job_id: str) -> str:

@@ -87,11 +87,19 @@ class GgufHeader(msgspec.Struct, frozen=True):
     tensors: tuple[TensorInfo, ...]
 
 
+def _is_text(start: bytes) -> bool:
+    return all(each >= 0x20 or each in b"\t\n\r" for each in start)
+
+
 def read_header(buffer: mmap | bytes, name: str) -> GgufHeader:
     """Parse and check the whole header. `name` is the file's name, for error messages."""
     cursor = _Cursor(buffer, name)
     if cursor.take(4, "magic") != b"GGUF":
-        cursor.fail("the file does not start with the GGUF magic")
+        kind = "holds text" if _is_text(buffer[:256]) else "is of another kind"
+        cursor.fail(
+            f"the file does not start with the GGUF magic, because it {kind}; name a .gguf file, a"
+            " folder with config.json and safetensors, or a model that `engine list` shows"
+        )
     version = cursor.u32("version")
     if version not in (2, 3):
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in (1, 2, 3)
@@ -128,7 +136,7 @@ class _Cursor:
         if num_bytes > remaining:
             self.fail(
                 f"truncated: {what} at byte {self.position} needs {num_bytes} bytes, "
-                f"{remaining} remain"
+                f"{remaining} remain; copy or download the file again"
             )
 
     def take(self, num_bytes: int, what: str) -> bytes:
@@ -269,7 +277,8 @@ def _read_tensors(cursor: _Cursor, num_tensors: int, alignment: int) -> tuple[Te
         if start + num_bytes > cursor.size:
             cursor.fail(
                 f"tensor '{name}' ends at byte {start + num_bytes}, past the end of the file "
-                f"({cursor.size} bytes); the file is truncated or was not fully downloaded"
+                f"({cursor.size} bytes); the file is truncated or was not fully downloaded; "
+                "copy or download it again"
             )
         tensors[name] = TensorInfo(name, shape, traits, start, num_bytes)
     in_order = sorted(tensors.values(), key=lambda tensor: tensor.start)

@@ -205,7 +205,8 @@ def _check_layout(where: str, entries: list[_Entry], data_size: int) -> None:
             _fail(
                 where,
                 f"tensor '{entry.name}' ends at byte {entry.end} of the data, past its end "
-                f"({data_size} bytes); the file is truncated or was not fully downloaded",
+                f"({data_size} bytes); the file is truncated or was not fully downloaded; "
+                "copy or download it again",
             )
         if entry.begin != position:
             kind = "overlaps the one before it" if entry.begin < position else "leaves a gap"

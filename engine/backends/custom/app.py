@@ -6,7 +6,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from engine.backends.base import InferenceBackend
 from engine.backends.custom.base_custom import CustomBackend
-from engine.backends.custom.engine_settings import backend_name, engine_options, preset_of
+from engine.backends.custom.engine_settings import (
+    backend_name,
+    check_device,
+    engine_options,
+    preset_of,
+)
 from engine.backends.factory import make_backend
 from engine.core.config_schema import Settings
 from engine.core.errors import ConfigError
@@ -33,6 +38,7 @@ def build_backend(
     model = settings.model.model_path
     served_name = settings.model.name or default_name(model)
     if issubclass(kind, CustomBackend):
+        check_device(settings.model.device)
         if settings.model.options:
             raise ConfigError(
                 f"model.options: '{name}' is set up by other settings; see `engine serve --help`",

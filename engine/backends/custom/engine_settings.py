@@ -30,6 +30,8 @@ CHANGEABLE = tuple(
 )
 NATIVE_MODULE = "engine.native._native"
 NVIDIA_DEVICE = Path("/dev/nvidiactl")  # present if a CUDA driver is loaded
+# GPUs that "auto" does not choose: of Windows' Linux, and of Jetson boards.
+OTHER_GPU_DEVICES = (Path("/dev/dxg"), Path("/dev/nvmap"))
 AMD_DEVICE = Path("/dev/kfd")  # present if AMD's driver can run programs on a GPU
 
 
@@ -53,6 +55,19 @@ def _has_gpu() -> bool:
     from engine.core.store.gpus import has_rocm_torch
 
     return has_rocm_torch()
+
+
+def check_device(device: str) -> None:
+    """Refuse a GPU that is not there, before anything about the packages for it is said."""
+    if device.startswith("cuda") and not _has_gpu():
+        if any(each.exists() for each in (*OTHER_GPU_DEVICES, AMD_DEVICE)):
+            return
+        raise ConfigError(
+            f"model.device is {device}, and no driver of a GPU is loaded on this machine: leave"
+            " --device out to run on the CPU, or install the driver (`engine doctor` shows what is"
+            " there)",
+            param="model.device",
+        )
 
 
 def engine_options(settings: Settings, framework: str, path: Path | None = None) -> EngineOptions:

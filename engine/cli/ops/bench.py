@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from engine.cli.console import ApiKeyFileOption, JsonOption, messages, output, read_api_key
+from engine.cli.console import (
+    SERVER_URL,
+    ApiKeyFileOption,
+    JsonOption,
+    SameUrlOption,
+    UrlArgument,
+    messages,
+    output,
+    read_api_key,
+)
 from engine.core.errors import InferenceError, InvalidRequestError, UnavailableError
 
 if TYPE_CHECKING:
@@ -64,9 +73,7 @@ class BenchLoad:
 
 
 def bench(
-    url: Annotated[
-        str, typer.Argument(metavar="[URL]", help="The server, with or without /v1.")
-    ] = "http://127.0.0.1:8080",
+    url: UrlArgument = None,
     model: Annotated[str | None, typer.Option("--model", "-m", help="Default: its first.")] = None,
     requests: Annotated[
         int, typer.Option("--requests", "--num-prompts", min=1, help="Requests in all.")
@@ -91,8 +98,10 @@ def bench(
     seed: Annotated[int, typer.Option(help="Same seed, same prompts.")] = 0,
     api_key_file: ApiKeyFileOption = None,
     as_json: JsonOption = False,
+    same_url: SameUrlOption = None,
 ) -> None:
     """Send streamed chat requests to a server and report speed and waiting times."""
+    url = same_url or url or SERVER_URL
     if not url.startswith(("http://", "https://")):
         raise InvalidRequestError(f"{url} is no address: begin it with http:// or https://.")
     key = read_api_key(api_key_file)

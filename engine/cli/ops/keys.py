@@ -12,7 +12,7 @@ import typer
 
 from engine.cli.console import ConfigOption, JsonOption, load_cli_settings, messages, output
 from engine.cli.help import VerbGroup
-from engine.core.errors import ConfigError
+from engine.core.folders import data_directory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -29,7 +29,11 @@ app = typer.Typer(
 
 FileOption = Annotated[
     Path | None,
-    typer.Option("--file", help="The keys file; default: server.keys_file of the settings."),
+    typer.Option(
+        "--file",
+        help="The keys file. Default: server.keys_file of the settings, or else keys.json in"
+        " the data folder.",
+    ),
 ]
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="What the key is called.")]
 TenantOption = Annotated[
@@ -75,6 +79,7 @@ def new(
     from engine.core.key_file import add_key
 
     path = _path(file, config)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     limits = {
         "requests_per_minute": requests_per_minute,
         "tokens_per_minute": tokens_per_minute,
@@ -92,8 +97,8 @@ def new(
         limits=limits,
     )
     messages().print(
-        f"{entry.role} key '{name}' of tenant '{entry.tenant_name}' is in {path}; a running server"
-        " reads it on SIGHUP.",
+        f"{entry.role} key '{name}' of tenant '{entry.tenant_name}' is in {path}. A server that was"
+        f" started with --keys-file {path} reads it on SIGHUP.",
         markup=False,
     )
     print(key)
@@ -148,9 +153,4 @@ def _path(file: Path | None, config: Path | None) -> Path:
     if file is not None:
         return file.expanduser()
     path = load_cli_settings(config).settings.server.keys_file
-    if path is None:
-        raise ConfigError(
-            "there is no keys file: name one with --file, or in server.keys_file of the settings",
-            param="server.keys_file",
-        )
-    return path.expanduser()
+    return (path or data_directory() / "keys.json").expanduser()

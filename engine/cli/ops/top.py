@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from engine.cli.console import ApiKeyFileOption, JsonOption, output, read_api_key
+from engine.cli.console import (
+    SERVER_URL,
+    ApiKeyFileOption,
+    JsonOption,
+    SameUrlOption,
+    UrlArgument,
+    output,
+    read_api_key,
+)
 from engine.cli.ops.top_data import BackendRow, Frame
 from engine.core.errors import UnavailableError
 
@@ -30,23 +38,23 @@ HOW_TO_LEAVE = "q or Ctrl-C leaves"
 
 
 def top(
-    url: Annotated[
-        str, typer.Argument(metavar="[URL]", help="The server, with or without /v1.")
-    ] = "http://127.0.0.1:8080",
+    url: UrlArgument = None,
     interval: Annotated[
         float, typer.Option(min=0.2, max=60, help="Seconds between two looks.")
     ] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one frame and leave.")] = False,
     api_key_file: ApiKeyFileOption = None,
     as_json: JsonOption = False,
+    same_url: SameUrlOption = None,
 ) -> None:
     """Watch a server's models and backends.
 
     Without a terminal to draw on, and with --json, it prints one frame.
     """
+    address = same_url or url or SERVER_URL
     is_live = not once and not as_json and output().is_terminal
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_run(url, read_api_key(api_key_file), interval, is_live, as_json))
+        asyncio.run(_run(address, read_api_key(api_key_file), interval, is_live, as_json))
 
 
 async def _run(

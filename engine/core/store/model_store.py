@@ -186,12 +186,25 @@ def resolve_model(name_or_path: str, store: ModelStore | None = None) -> Path:
         raise NotFoundError(
             f"model '{name_or_path}' is not on this machine yet: run `engine pull {name_or_path}`"
         )
-    close = difflib.get_close_matches(name_or_path, [*pulled, *CATALOGUE], n=1)
+    near = _paths_beside(path) if "/" in name_or_path or path.suffix else []
+    close = difflib.get_close_matches(name_or_path, [*near, *pulled, *CATALOGUE], n=1)
     hint = f"did you mean '{close[0]}'? " if close else ""
     raise NotFoundError(
         f"no file and no pulled model is called {name_or_path!r}: {hint}`engine list` shows the "
         "names, `engine pull NAME` fetches one"
     )
+
+
+def _paths_beside(path: Path) -> list[str]:
+    """What could be models in the folder of a path that does not exist, as the user would write
+    them.
+    """
+    try:
+        beside = sorted(path.parent.iterdir())
+    except OSError:
+        return []
+    known = [each for each in beside if each.is_dir() or each.suffix in _WEIGHTS]
+    return [str(path.with_name(each.name)) for each in known]
 
 
 def is_spec(text: str) -> bool:

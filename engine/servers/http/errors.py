@@ -11,6 +11,7 @@ import logging
 import math
 import re
 from collections.abc import Mapping
+from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any
 
@@ -71,6 +72,16 @@ _LLAMACPP_TYPES = {
     404: "not_found_error",
     501: "not_supported_error",
     503: "unavailable_error",
+}
+# OpenAI's endpoints that this server does not have, by the start of their paths.
+_ABSENT = {
+    "/v1/audio/": "speech or transcription",
+    "/v1/images/": "generation of images",
+    "/v1/videos/": "generation of videos",
+    "/v1/realtime/": "realtime sessions; stream /v1/chat/completions instead",
+    "/v1/assistants/": "assistants; use /v1/responses with a conversation instead",
+    "/v1/threads/": "threads; use /v1/conversations instead",
+    "/v1/vector_stores/": "vector stores; /v1/embeddings makes the vectors for yours",
 }
 CONTEXT_EXCEEDED = "context_length_exceeded"
 _encode = msgspec.json.encode
@@ -266,6 +277,27 @@ def _sentence(item: Mapping[str, Any], sent_as: Mapping[str, str]) -> str:
     return f"{_param(item, sent_as)}: {rule}{got}."
 
 
+def _paths_of(app: FastAPI) -> list[str]:
+    """The paths without parameters, but for those of the administrator."""
+    paths = (getattr(route, "path", "") for route in app.routes)  # routes are Starlette's, too
+    return [path for path in paths if "{" not in path and not path.startswith("/v1/admin")]
+
+
+def _nothing_at(path: str, known: list[str]) -> NotFoundError:
+    for prefix, what in _ABSENT.items():
+        if f"{path}/".startswith(prefix):
+            return NotFoundError(
+                f"There is nothing at {path}: this server has no {what}. GET /openapi.json lists"
+                " what it has.",
+                code="unsupported_endpoint",
+            )
+    repaired = re.sub(r"^(/v1)+(?=/)", "/v1", path).rstrip("/")
+    nearest = [each for each in (repaired, f"/v1{repaired}") if each in known]
+    nearest += get_close_matches(path, known, n=1, cutoff=0.75)
+    hint = f"did you mean {nearest[0]}?" if nearest else "GET /openapi.json lists what there is."
+    return NotFoundError(f"There is nothing at {path}; {hint}")
+
+
 def install_error_handlers(app: FastAPI) -> None:
     async def engine_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, EngineError)
@@ -287,9 +319,11 @@ def install_error_handlers(app: FastAPI) -> None:
         path = request.scope["path"][:100]
         known: EngineError
         if error.status_code == 404:
-            known = NotFoundError(f"There is nothing at {path}.")
+            known = _nothing_at(path, _paths_of(app))
         elif error.status_code == 405:
-            known = MethodNotAllowedError(f"{method} is not a method of {path}.")
+            allowed = (error.headers or {}).get("allow", "")
+            takes = f" It takes {allowed}." if allowed else ""
+            known = MethodNotAllowedError(f"{method} is not a method of {path}.{takes}")
         else:
             known = opaque_error()
         response = await engine_error(request, known)

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any, Literal
 
 from engine.core.errors import InvalidRequestError
@@ -58,7 +59,7 @@ def read_words(
                 code="unsupported_parameter",
             )
     if unknown:
-        raise _unknown(unknown)
+        raise _unknown(unknown, known)
     return reading
 
 
@@ -77,11 +78,13 @@ def _applies(word: Parameter, known: Collection[str]) -> bool:
     return word.target in known if word.target else "max_tokens" in known
 
 
-def _unknown(names: list[str]) -> InvalidRequestError:
+def _unknown(names: list[str], known: Collection[str]) -> InvalidRequestError:
     shown = ", ".join(name[:64] for name in names[:_MAX_NAMED])
     more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    nearest = get_close_matches(names[0][:64], known, n=1)
+    meant = f" Did you mean {nearest[0]}?" if nearest else ""
     return InvalidRequestError(
-        f"Unknown parameter: {shown}{more}.", param=names[0][:64], code="unknown_parameter"
+        f"Unknown parameter: {shown}{more}.{meant}", param=names[0][:64], code="unknown_parameter"
     )
 
 

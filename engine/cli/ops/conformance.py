@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from engine.cli.console import ApiKeyFileOption, JsonOption, messages, output, read_api_key
+from engine.cli.console import (
+    SERVER_URL,
+    ApiKeyFileOption,
+    JsonOption,
+    SameUrlOption,
+    UrlArgument,
+    messages,
+    output,
+    read_api_key,
+)
 
 if TYPE_CHECKING:
     from engine_tools.conformance.rule import RuleResult
@@ -18,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def conformance(
-    url: Annotated[str, typer.Argument(metavar="URL", help="The server, with or without /v1.")],
+    url: UrlArgument = None,
     model: Annotated[str | None, typer.Option(help="Default: the first that it lists.")] = None,
     api_key_file: ApiKeyFileOption = None,
     only: Annotated[
@@ -29,6 +38,7 @@ def conformance(
         float, typer.Option(min=1, max=3600, help="Seconds that one request may take.")
     ] = 120.0,
     as_json: JsonOption = False,
+    same_url: SameUrlOption = None,
 ) -> None:
     """Check an OpenAI-compatible server against what clients rely on.
 
@@ -37,7 +47,10 @@ def conformance(
     from engine_tools.conformance.report import as_json as report_json
     from engine_tools.conformance.report import as_table, counts, summary
 
-    target, results = asyncio.run(_run(url, model, read_api_key(api_key_file), only or [], timeout))
+    address = same_url or url or SERVER_URL
+    target, results = asyncio.run(
+        _run(address, model, read_api_key(api_key_file), only or [], timeout)
+    )
     if as_json:
         print(json.dumps(report_json(target, results), indent=2))
     else:
