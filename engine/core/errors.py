@@ -15,7 +15,7 @@ class EngineError(Exception):
     category: ClassVar[str] = "internal"
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
-    code: ClassVar[str] = "INTERNAL_ERROR"
+    code: ClassVar[str] = "internal_error"
     # Whether the same request may succeed later. The response tells OpenAI clients whether to
     # retry.
     retryable: ClassVar[bool] = False
@@ -54,7 +54,7 @@ class ConfigError(EngineError):
     """A setting is invalid. The message names its key."""
 
     category = "config"
-    code = "CONFIG_ERROR"
+    code = "config_error"
 
 
 class ModelError(EngineError):
@@ -62,7 +62,7 @@ class ModelError(EngineError):
 
     category = "model"
     status = 503
-    code = "MODEL_UNAVAILABLE"
+    code = "model_unavailable"
     retryable = True
 
 
@@ -70,7 +70,7 @@ class ModelFormatError(ModelError):
     """A model file is invalid. The message names the file, the rule and the place in the file."""
 
     category = "model_format"
-    code = "MODEL_FORMAT"
+    code = "model_format"
     retryable = False
 
 
@@ -78,7 +78,7 @@ class InferenceError(EngineError):
     """The computation failed for this request, for example because of non-finite logits."""
 
     category = "inference"
-    code = "INFERENCE_ERROR"
+    code = "inference_error"
 
 
 class ResourceError(EngineError):
@@ -86,7 +86,7 @@ class ResourceError(EngineError):
 
     category = "resource"
     status = 507
-    code = "INSUFFICIENT_RESOURCES"
+    code = "insufficient_resources"
 
 
 # EFBIG means that the process may not write files of this size.
@@ -107,7 +107,7 @@ class InvalidRequestError(EngineError):
     category = "invalid_request"
     status = 400
     type = "invalid_request_error"
-    code = "INVALID_REQUEST"
+    code = "invalid_request"
 
 
 class ContextLengthError(InvalidRequestError):
@@ -133,27 +133,27 @@ class AuthenticationError(InvalidRequestError):
     category = "authentication"
     status = 401
     type = "authentication_error"
-    code = "INVALID_API_KEY"
+    code = "invalid_api_key"
 
 
 class ForbiddenError(InvalidRequestError):
     category = "forbidden"
     status = 403
     type = "permission_error"
-    code = "FORBIDDEN"
+    code = "forbidden"
 
 
 class NotFoundError(InvalidRequestError):
     category = "not_found"
     status = 404
     type = "not_found_error"
-    code = "NOT_FOUND"
+    code = "not_found"
 
 
 class MethodNotAllowedError(InvalidRequestError):
     category = "method_not_allowed"
     status = 405
-    code = "METHOD_NOT_ALLOWED"
+    code = "method_not_allowed"
 
 
 class RequestTimeoutError(EngineError):
@@ -162,25 +162,25 @@ class RequestTimeoutError(EngineError):
     category = "timeout"
     status = 408
     type = "timeout_error"
-    code = "TIMEOUT"
+    code = "timeout"
 
 
 class ConflictError(InvalidRequestError):
     category = "conflict"
     status = 409
-    code = "CONFLICT"
+    code = "conflict"
 
 
 class PayloadTooLargeError(InvalidRequestError):
     category = "payload_too_large"
     status = 413
-    code = "PAYLOAD_TOO_LARGE"
+    code = "payload_too_large"
 
 
 class UnsupportedMediaTypeError(InvalidRequestError):
     category = "unsupported_media_type"
     status = 415
-    code = "UNSUPPORTED_MEDIA_TYPE"
+    code = "unsupported_media_type"
 
 
 class RateLimitError(EngineError):
@@ -189,7 +189,7 @@ class RateLimitError(EngineError):
     category = "rate_limit"
     status = 429
     type = "rate_limit_error"
-    code = "RATE_LIMIT_EXCEEDED"
+    code = "rate_limit_exceeded"
     retryable = True
 
 
@@ -199,7 +199,7 @@ class UnavailableError(EngineError):
     category = "unavailable"
     status = 503
     type = "service_unavailable_error"
-    code = "SERVICE_UNAVAILABLE"
+    code = "service_unavailable"
     retryable = True
 
 

@@ -150,7 +150,7 @@ class InlineClient:
             self._channel.send(Fatal(error.error_code, error.message))
         except Exception:
             log.exception("the engine failed")
-            self._channel.send(Fatal("INTERNAL_ERROR", "The engine failed; its log says why."))
+            self._channel.send(Fatal("internal_error", "The engine failed; its log says why."))
 
 
 class ProcessClient:

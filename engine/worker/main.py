@@ -342,7 +342,7 @@ def _fatal(error: Exception) -> Fatal:
         log.error("the engine failed: %s", cause)
         return Fatal(ResourceError.code, f"The engine does not fit: {cause}")
     log.exception("the engine failed", exc_info=error)
-    return Fatal("INTERNAL_ERROR", f"{type(error).__name__} in the engine; see its log.")
+    return Fatal("internal_error", f"{type(error).__name__} in the engine; see its log.")
 
 
 def _read_options(sock: socket.socket) -> tuple[EngineOptions, threading.Thread | None]:

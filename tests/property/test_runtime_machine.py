@@ -315,10 +315,10 @@ class RuntimeMachine(RuleBasedStateMachine):
         expected_tokens, expected_reason = engine.expected(request_id, choice)
         fits = engine.kv.can_ever_fit(len(request.prompt) + request.params.max_tokens - 1)
         # Failures with this code are counted elsewhere.
-        if not fits and outcome.error_code != "INFERENCE_ERROR":
-            assert outcome.error_code == "INVALID_REQUEST" and not outcome.tokens
+        if not fits and outcome.error_code != "inference_error":
+            assert outcome.error_code == "invalid_request" and not outcome.tokens
         elif expected_reason == "error" and outcome.finish_reason != "abort":
-            assert outcome.error_code == "INFERENCE_ERROR" and not outcome.tokens
+            assert outcome.error_code == "inference_error" and not outcome.tokens
         elif outcome.finish_reason not in ("abort", "error"):  # these endings are checked elsewhere
             assert (outcome.tokens, outcome.finish_reason) == (expected_tokens, expected_reason)
         assert outcome.num_cached < len(request.prompt), "nothing of the prompt was computed"

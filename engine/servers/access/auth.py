@@ -390,7 +390,7 @@ class BrowserGuard:
             return InvalidRequestError(
                 "The Host header names a host that this server does not answer for;"
                 " add it to server.allowed_hosts.",
-                code="INVALID_HOST",
+                code="invalid_host",
             )
         if scope["method"] in _READING_METHODS:
             return None

@@ -109,7 +109,7 @@ class ClientDisconnectedError(AbortedError):
     it.
     """
 
-    code = "CLIENT_DISCONNECTED"
+    code = "client_disconnected"
 
 
 def error_fields(error: EngineError) -> dict[str, Any]:

@@ -185,7 +185,7 @@ class RequestLog:
             from engine.servers.http.errors import error_response, opaque_error
 
             logger.exception("A request failed unexpectedly.")
-            record.error_code = "INTERNAL_ERROR"
+            record.error_code = "internal_error"
             if record.status == 0:
                 await error_response(opaque_error(), scope)(scope, receive, send_with_id)
         finally:

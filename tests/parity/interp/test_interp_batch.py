@@ -317,18 +317,18 @@ def test_lens_and_attribution_of_an_adapter_use_its_logits(saved: Any, tmp_path:
 @pytest.mark.parametrize(
     ("interp", "code"),
     [
-        (InterpRequest((Capture("blocks.9.hook_resid_post"),)), "INVALID_REQUEST"),
-        (InterpRequest(edits=(Edit("hook_embed", "add", 1.0, (bytes(8),)),)), "INVALID_REQUEST"),
+        (InterpRequest((Capture("blocks.9.hook_resid_post"),)), "invalid_request"),
+        (InterpRequest(edits=(Edit("hook_embed", "add", 1.0, (bytes(8),)),)), "invalid_request"),
         (
             InterpRequest(
                 edits=(Edit("hook_embed", "add", 1.0, (np.full(WIDTH, np.nan, "f4").tobytes(),)),)
             ),
-            "INVALID_REQUEST",
+            "invalid_request",
         ),
-        (InterpRequest(edits=(Edit("blocks.0.attn.hook_rot_q", "scale"),)), "INVALID_REQUEST"),
-        (InterpRequest((Capture("hook_embed"),), max_bytes=64), "INVALID_REQUEST"),
-        (InterpRequest(attention=AttentionPattern((0,), (99,))), "INVALID_REQUEST"),
-        (InterpRequest(edits=(steered(scale=3e38),)), "INVALID_REQUEST"),
+        (InterpRequest(edits=(Edit("blocks.0.attn.hook_rot_q", "scale"),)), "invalid_request"),
+        (InterpRequest((Capture("hook_embed"),), max_bytes=64), "invalid_request"),
+        (InterpRequest(attention=AttentionPattern((0,), (99,))), "invalid_request"),
+        (InterpRequest(edits=(steered(scale=3e38),)), "invalid_request"),
     ],
 )
 def test_an_invalid_interp_request_fails_without_affecting_others(

@@ -33,7 +33,7 @@ SITE = "blocks.1.hook_resid_post"
 MAX_BYTES = 2 * 2**20
 CASES = 40
 # What a refused request is told; anything else is a fault of the engine
-REFUSALS = {"INVALID_REQUEST", "NOT_FOUND", "PAYLOAD_TOO_LARGE", "RATE_LIMIT_EXCEEDED"}
+REFUSALS = {"invalid_request", "not_found", "payload_too_large", "rate_limit_exceeded"}
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +197,7 @@ def test_each_part_of_an_interp_request_is_size_checked_before_it_runs(
         message, code = answer.error or "", answer.error_code
     except EngineError as error:
         message, code = error.message, error.error_code
-    assert code == "INVALID_REQUEST"
+    assert code == "invalid_request"
     assert "would take" in message and "30,000 (interp.max_capture_mb)" in message, message
 
 
@@ -208,14 +208,14 @@ def test_an_attribution_to_a_token_that_does_not_exist_is_refused(
 ) -> None:
     interp = InterpRequest(attribution=Attribution(target, -1, method))
     answer = engine.run(request("r", tiny_models.text(5), interp=interp))["r"]
-    assert answer.error_code == "INVALID_REQUEST" and "Token ids" in str(answer.error)
+    assert answer.error_code == "invalid_request" and "Token ids" in str(answer.error)
 
 
 def test_the_number_of_logit_lens_rows_is_bounded(engine: ProbedEngine, monkeypatch: Any) -> None:
     """They cost the steps of other requests time, even if their result is small."""
     monkeypatch.setattr("engine.runtime.interp.sizes.MAX_LENS_ROWS", 3 * 40)
     lens = InterpRequest(lens=Lens((), 1))
-    for count, code in ((40, None), (41, "INVALID_REQUEST")):
+    for count, code in ((40, None), (41, "invalid_request")):
         answer = engine.run(request("r", tiny_models.text(count), interp=lens))["r"]
         assert (answer.error_code or None) == code, answer.error
 
@@ -226,7 +226,7 @@ def test_edits_that_overflow_to_nonfinite_are_a_client_error(engine: ProbedEngin
     other = request("good", tiny_models.text(9), num_new=3, logprobs=1)
     expected = engine.run(other)["good"].logprobs
     found = engine.run(each, other)
-    assert found["r"].error_code == "INVALID_REQUEST" and "smaller" in str(found["r"].error)
+    assert found["r"].error_code == "invalid_request" and "smaller" in str(found["r"].error)
     assert found["good"].logprobs == expected
     assert engine.run(other)["good"].logprobs == expected  # in the blocks that it had
 
@@ -298,7 +298,7 @@ def test_held_interp_results_count_towards_their_tenants_limit(
     while engine.loop.scheduler.has_work:
         engine.loop.turn(0.0)
     found = engine.answers()
-    assert found["second"].error_code == "RATE_LIMIT_EXCEEDED"
+    assert found["second"].error_code == "rate_limit_exceeded"
     assert found["first"].error is None and found["third"].error is None
 
 
@@ -307,7 +307,7 @@ def test_captures_that_do_not_fit_in_memory_are_refused(
 ) -> None:
     each = request("r", tiny_models.text(30), sites=(SITE,))
     size = Probe(each.interp, engine.runner.sites, 30, 1).num_bytes
-    for free, code in ((size, ""), (size - 1, "RATE_LIMIT_EXCEEDED")):
+    for free, code in ((size, ""), (size - 1, "rate_limit_exceeded")):
         room = MemoryRoom(2**40, free)
         monkeypatch.setattr("engine.runtime.interp.steps.memory_room", lambda room=room: room)
         assert (engine.run(each)["r"].error_code or "") == code
@@ -331,9 +331,9 @@ def test_small_interp_results_do_not_wait_for_another_tenants_large_ones(
 
 def test_interp_results_are_not_computed_after_the_request_deadline(engine: ProbedEngine) -> None:
     each = request("late", tiny_models.text(5), sites=(SITE,), timeout_s=0.0)
-    assert engine.run(each)["late"].error_code == "TIMEOUT"
+    assert engine.run(each)["late"].error_code == "timeout"
     reports, probe = Reports(), SimpleNamespace(deadline=1.0)
     seq: Any = SimpleNamespace(tenant="", request_id="r", choice=0, token_ids=[])
     reports.hold(seq, probe, TokenDelta("r", 0, finish_reason="stop"))  # type: ignore[arg-type]
     (delta,) = reports.advance(engine.runner)
-    assert delta.error_code == "TIMEOUT" and not reports
+    assert delta.error_code == "timeout" and not reports

@@ -262,7 +262,7 @@ def test_a_request_that_makes_the_model_raise_fails_alone(models, name):
     params = msgspec.structs.replace(poisoned.params, logit_bias={poison: 1000.0}, min_tokens=5)
     poisoned = msgspec.structs.replace(poisoned, params=params)
     deltas = deltas_of(loop_of(found, **ROOMY), [*requests, poisoned])
-    assert deltas.pop("99")[-1].error_code == "INFERENCE_ERROR"
+    assert deltas.pop("99")[-1].error_code == "inference_error"
     ids = [[token for each in given for token in each.token_ids] for given in deltas.values()]
     assert ids == expected
 
@@ -282,7 +282,7 @@ def test_nan_fails_only_its_request_and_leaves_no_trace_in_the_cache(models, nam
     # A pool that the others fill again behind them.
     loop = loop_of(found, num_blocks=60, max_slots=16, budget=64)
     deltas = deltas_of(loop, [*bad, *requests])
-    assert all(deltas[each.request_id][-1].error_code == "INFERENCE_ERROR" for each in bad)
+    assert all(deltas[each.request_id][-1].error_code == "inference_error" for each in bad)
     ids = [
         [token for delta in deltas[each.request_id] for token in delta.token_ids]
         for each in requests

@@ -304,7 +304,7 @@ class ToyEngine:
 
     def num_unforeseen(self) -> int:
         """Number of choices that failed although their requests were valid."""
-        failed = [key for key, o in self.outcomes.items() if o.error_code == "INFERENCE_ERROR"]
+        failed = [key for key, o in self.outcomes.items() if o.error_code == "inference_error"]
         return sum(self.expected(*key)[1] != "error" for key in failed)
 
     def _check_writes(self, inputs) -> None:

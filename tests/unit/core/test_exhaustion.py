@@ -44,7 +44,7 @@ def test_the_exhausted_resource_limit_is_named(monkeypatch, kind, limit, error, 
     "error", [OSError(errno.ENOENT, ""), RuntimeError("else"), ValueError("x")], ids=str
 )
 def test_other_errors_are_not_reported_as_resource_limits(error):
-    assert what_ran_out(error) is None and worker._fatal(error).code == "INTERNAL_ERROR"
+    assert what_ran_out(error) is None and worker._fatal(error).code == "internal_error"
 
 
 def test_resource_limits_of_this_machine_suffice():

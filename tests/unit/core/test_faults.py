@@ -164,7 +164,7 @@ def test_a_failing_per_request_stage_fails_one_request(point, at, depth):
         engine.run()
     assert plan.num_strikes == 1
     failed = [key for key, outcome in engine.outcomes.items() if outcome.error_code]
-    assert len(failed) == 1 and engine.outcomes[failed[0]].error_code == "INFERENCE_ERROR"
+    assert len(failed) == 1 and engine.outcomes[failed[0]].error_code == "inference_error"
     engine.num_pardons = 1
     engine.check()
     assert engine.pool.num_free + engine.pool.num_evictable == engine.pool.num_usable
@@ -196,7 +196,7 @@ def test_blocks_of_a_failed_admission_are_released(monkeypatch):
     monkeypatch.setattr(engine.kv, "_make_room", fails_once)
     engine.submit("second", (1, 2, 3, 4, 6), max_tokens=3)  # it shares blocks with the first
     engine.run()
-    assert engine.outcomes["second", 0].error_code == "INFERENCE_ERROR"
+    assert engine.outcomes["second", 0].error_code == "inference_error"
     engine.num_pardons = 1
     engine.check()
 
@@ -219,7 +219,7 @@ def test_a_request_whose_blocks_are_never_allocated_fails_alone():
         engine.run()
     failed = {request_id for (request_id, _), o in engine.outcomes.items() if o.error_code}
     assert "7" in failed and len(failed) < 8  # others may have drawn the token
-    assert engine.outcomes["7", 0].error_code == "INFERENCE_ERROR"
+    assert engine.outcomes["7", 0].error_code == "inference_error"
 
 
 def test_a_scheduler_that_always_fails_ends_the_engine():
@@ -250,7 +250,7 @@ def test_a_grammar_that_fails_to_compile_fails_its_request_and_is_retried_later(
     while engine.outcomes["good", 0].finish_reason is None:
         engine.turn()
     engine.run()
-    assert engine.outcomes["bad", 0].error_code == "INFERENCE_ERROR"
+    assert engine.outcomes["bad", 0].error_code == "inference_error"
     assert engine.outcomes["good", 0].finish_reason == "stop"
 
 

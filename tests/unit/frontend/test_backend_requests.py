@@ -326,7 +326,7 @@ async def test_embedding_requests_in_flight_are_bounded_by_the_queue(monkeypatch
     ("item", "kind"),
     [
         (RateLimitError("full"), RateLimitError),
-        (TokenDelta("1", 0, finish_reason="error", error_code="TIMEOUT"), EngineError),
+        (TokenDelta("1", 0, finish_reason="error", error_code="timeout"), EngineError),
         (TokenDelta("1", 0, finish_reason="abort"), EngineError),
     ],
 )

@@ -138,7 +138,7 @@ async def test_a_stop_token_is_not_text_and_is_reported_only_if_the_client_named
     ("item", "kind", "message"),
     [
         (
-            TokenDelta("r", 0, finish_reason="error", error_code="TIMEOUT", error_message="late"),
+            TokenDelta("r", 0, finish_reason="error", error_code="timeout", error_message="late"),
             RequestTimeoutError,
             "late",
         ),

@@ -155,7 +155,7 @@ async def test_the_error_of_a_dead_engine_is_logged_and_not_sent_to_clients():
     bench = Bench()
     await bench.start()
     receiver = bench.submit()
-    bench.client.on_message(Fatal("INTERNAL_ERROR", "secret detail"))
+    bench.client.on_message(Fatal("internal_error", "secret detail"))
     (error,) = receiver.items
     assert isinstance(error, UnavailableError) and "secret" not in error.message
     assert "is down" in bench.link.detail

@@ -48,7 +48,7 @@ async def test_late_deltas_of_an_abandoned_engine_are_dropped(pauses):
     bench = Bench(0.1, max_revivals=8)
     await bench.start()
     receiver, first = bench.submit(), bench.client
-    first.on_message(Fatal("INTERNAL_ERROR", "secret detail"))
+    first.on_message(Fatal("internal_error", "secret detail"))
     first.on_message(Deltas((TokenDelta("r", 0, (5,)),)))
     await bench.replace_engine()
     first.on_message(Deltas((TokenDelta("r", 0, (6,)),)))

@@ -96,7 +96,7 @@ def test_a_delta_that_is_too_large_fails_only_its_request(limit: int) -> None:
     deltas = [d for each in messages if isinstance(each, Deltas) for d in each.deltas]
     assert [d for d in deltas if d.request_id != "large"] == [*small, *middle]
     (failed,) = [d for d in deltas if d.request_id == "large"]
-    assert failed.finish_reason == "error" and failed.error_code == "PAYLOAD_TOO_LARGE"
+    assert failed.finish_reason == "error" and failed.error_code == "payload_too_large"
     assert f"{LIMIT:,}" in (failed.error_message or "")
     (reply,) = [each for each in messages if isinstance(each, ControlReply)]
     assert reply.control_id == 1 and not reply.ok
@@ -171,7 +171,7 @@ async def test_a_node_refuses_a_request_that_is_too_large_for_its_engine() -> No
     session.connection.send = told.append  # type: ignore[method-assign]
     session._heard(request("r"))
     ((delta,),) = [each.deltas for each in told]
-    assert (delta.request_id, delta.error_code) == ("r", "PAYLOAD_TOO_LARGE")
+    assert (delta.request_id, delta.error_code) == ("r", "payload_too_large")
     assert session.num_open == 0
 
 

@@ -125,7 +125,7 @@ def test_max_tokens_is_bounded_by_the_remaining_context(asked, pools, granted):
 def test_invalid_requests_are_refused_for_every_choice(request_, message):
     bench = Bench(max_seq_len=16)
     deltas = bench.submit(request_)
-    assert codes(deltas) == [("r", 0, "INVALID_REQUEST")]
+    assert codes(deltas) == [("r", 0, "invalid_request")]
     assert message in deltas[0].error_message and not bench.waiting()
 
 
@@ -136,7 +136,7 @@ def test_requests_that_just_fit_are_admitted():
     cached = Bench(num_blocks=4, block_size=2, max_seq_len=16)
     assert cached.submit(asking("a", prompt=(1,) * 5, params={"max_tokens": 4})) == []
     deltas = cached.submit(asking("b", prompt=(1,) * 5, params={"max_tokens": 5, "n": 2}))
-    assert codes(deltas) == [("b", 0, "INVALID_REQUEST"), ("b", 1, "INVALID_REQUEST")]
+    assert codes(deltas) == [("b", 0, "invalid_request"), ("b", 1, "invalid_request")]
     assert "room for 9 tokens; the KV cache holds 8" in deltas[0].error_message
 
 
@@ -144,13 +144,13 @@ def test_the_queue_is_bounded_and_counts_requests_whose_grammar_compiles():
     bench = Bench(max_queued=2)
     bench.submit(asking("a"))
     bench.submit(asking("b", grammar="g"))
-    assert codes(bench.submit(asking("c"))) == [("c", 0, "RATE_LIMIT_EXCEEDED")]
+    assert codes(bench.submit(asking("c"))) == [("c", 0, "rate_limit_exceeded")]
 
 
 def test_an_engine_without_grammars_refuses_only_grammar_requests():
     bench = Bench()
     bench.admission._grammars = None
-    assert codes(bench.submit(asking("a", grammar="g"))) == [("a", 0, "INVALID_REQUEST")]
+    assert codes(bench.submit(asking("a", grammar="g"))) == [("a", 0, "invalid_request")]
     assert bench.submit(asking("b")) == []
 
 
@@ -177,11 +177,11 @@ def test_a_grammar_that_fails_or_times_out_ends_only_its_request():
     bench.grammars.futures["odd"].set_exception(ZeroDivisionError())
     deltas = bench.admission.admit_ready(130.0)
     assert codes(deltas) == [
-        *(("bad", 0, "INVALID_REQUEST"), ("bad", 1, "INVALID_REQUEST")),
-        *(("odd", 0, "INFERENCE_ERROR"), ("odd", 1, "INFERENCE_ERROR")),
+        *(("bad", 0, "invalid_request"), ("bad", 1, "invalid_request")),
+        *(("odd", 0, "inference_error"), ("odd", 1, "inference_error")),
     ]
     assert deltas[0].error_message == "no such rule"
-    assert codes(bench.admission.admit_ready(130.1)) == [("late", c, "TIMEOUT") for c in range(2)]
+    assert codes(bench.admission.admit_ready(130.1)) == [("late", c, "timeout") for c in range(2)]
     assert bench.admission.num_pending == 1 and not bench.waiting()
 
 
@@ -199,7 +199,7 @@ def test_an_adapter_that_does_not_fit_on_the_device_ends_only_its_request():
     bench.admission.adapters = slots
     for name in places:
         refused = bench.submit(asking(name, adapter=AdapterRef(name, f"/x/{name}")))
-        assert codes(refused) == ([("first", 0, "INFERENCE_ERROR")] if name == "first" else [])
+        assert codes(refused) == ([("first", 0, "inference_error")] if name == "first" else [])
     assert [(seq.request_id, slots.used[seq]) for seq in bench.waiting()] == [("second", 2)]
     assert bench.admission.num_pending == 0
 
@@ -223,14 +223,14 @@ def test_a_request_aborted_while_its_grammar_compiles_never_starts():
 @pytest.mark.parametrize(
     ("timeout_s", "queue_timeout_s", "begun", "ends"),
     [
-        (30.0, None, False, {130.0: "TIMEOUT"}),
-        (30.0, None, True, {130.0: "TIMEOUT"}),
-        (None, 10.0, False, {110.0: "RATE_LIMIT_EXCEEDED"}),
+        (30.0, None, False, {130.0: "timeout"}),
+        (30.0, None, True, {130.0: "timeout"}),
+        (None, 10.0, False, {110.0: "rate_limit_exceeded"}),
         (None, 10.0, True, {}),
-        (30.0, 10.0, False, {110.0: "RATE_LIMIT_EXCEEDED"}),
-        (30.0, 10.0, True, {130.0: "TIMEOUT"}),
-        (10.0, 30.0, False, {110.0: "TIMEOUT"}),
-        (10.0, 10.0, False, {110.0: "TIMEOUT"}),
+        (30.0, 10.0, False, {110.0: "rate_limit_exceeded"}),
+        (30.0, 10.0, True, {130.0: "timeout"}),
+        (10.0, 30.0, False, {110.0: "timeout"}),
+        (10.0, 10.0, False, {110.0: "timeout"}),
         (None, None, False, {}),
     ],
 )
@@ -275,7 +275,7 @@ def test_loading_blocks_does_not_count_as_queue_time():
     assert bench.admission.expire(112.0) == []
     reading.clear()
     (delta,) = bench.admission.expire(113.5)
-    assert delta.error_code == "RATE_LIMIT_EXCEEDED"
+    assert delta.error_code == "rate_limit_exceeded"
 
 
 def test_refusing_one_choice_refuses_the_whole_request():
@@ -293,7 +293,7 @@ def test_refusing_one_choice_refuses_the_whole_request():
         if grammar is not None:
             bench.grammars.futures["g"].set_result(None)
             found = bench.admission.admit_ready(101.0)
-        refused = [("r", choice, "RATE_LIMIT_EXCEEDED") for choice in range(4)]
+        refused = [("r", choice, "rate_limit_exceeded") for choice in range(4)]
         assert codes(found) == refused and found[0].retry_after == 3.0
         assert bench.waiting() == []
         bench.scheduler.check()
@@ -307,7 +307,7 @@ def test_a_request_that_would_exceed_its_queue_timeout_is_refused_at_once():
     assert bench.submit(asking("a", queue_timeout_s=10.0)) == []
     bench.scheduler.num_started += 1
     ((name, _, code),) = codes(bench.submit(asking("b", queue_timeout_s=10.0), now=103.0))
-    assert (name, code) == ("b", "RATE_LIMIT_EXCEEDED")
+    assert (name, code) == ("b", "rate_limit_exceeded")
     assert bench.submit(asking("patient"), now=103.0) == []
     assert bench.submit(asking("c", queue_timeout_s=600.0), now=103.0) == []
 
@@ -339,7 +339,7 @@ def test_a_flood_of_one_tenant_does_not_refuse_another():
     ((_, _, code),) = codes(
         bench.submit(asking("more", tenant="flood", queue_timeout_s=60.0), now=103.0)
     )
-    assert code == "RATE_LIMIT_EXCEEDED"
+    assert code == "rate_limit_exceeded"
     assert bench.submit(asking("b", tenant="other", queue_timeout_s=60.0), now=103.0) == []
 
 
@@ -375,7 +375,7 @@ def test_a_queue_full_of_one_tenant_still_admits_others():
     assert bench.submit(asking("b", tenant="other")) == []
     assert bench.submit(asking("c", tenant="third")) == []
     ((_, _, code),) = codes(bench.submit(asking("d", tenant="fourth")))
-    assert code == "RATE_LIMIT_EXCEEDED"
+    assert code == "rate_limit_exceeded"
 
 
 def test_a_burst_is_not_refused_before_throughput_is_known():

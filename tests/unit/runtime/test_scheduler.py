@@ -220,7 +220,7 @@ def test_a_passed_deadline_ends_running_and_waiting_requests():
         engine.channel.inbox.append(msgspec.structs.replace(request, timeout_s=0.0))
     engine.submit("other", (1, 2, 4), max_tokens=5)
     engine.run()
-    assert {engine.outcomes[n, 0].error_code for n in ("running", "waiting")} == {"TIMEOUT"}
+    assert {engine.outcomes[n, 0].error_code for n in ("running", "waiting")} == {"timeout"}
     assert engine.outcomes["other", 0].finish_reason == "length"
 
 
@@ -235,7 +235,7 @@ def test_queue_timeout_refuses_waiting_requests_and_not_started_ones():
         engine.turn()
     engine.loop._send(engine.loop._admission.expire(time.monotonic() + 30))
     engine.turn()
-    assert engine.outcomes["waiting", 0].error_code == "RATE_LIMIT_EXCEEDED"
+    assert engine.outcomes["waiting", 0].error_code == "rate_limit_exceeded"
     engine.turn()  # the patient one has begun by now, or the first one runs still
     seq = next(s for s in engine.scheduler.table.sequences() if s.request_id == "running")
     assert seq.has_started
@@ -243,7 +243,7 @@ def test_queue_timeout_refuses_waiting_requests_and_not_started_ones():
     engine.loop._send(engine.loop._admission.expire(submitted_at + 61))
     engine.run()
     assert engine.outcomes["running", 0].finish_reason == "length"
-    assert engine.outcomes["patient", 0].error_code == "RATE_LIMIT_EXCEEDED"
+    assert engine.outcomes["patient", 0].error_code == "rate_limit_exceeded"
     engine.check()
 
 
@@ -259,7 +259,7 @@ def test_a_request_has_started_with_its_first_choice():
     engine.run()
     assert {engine.outcomes["several", each].finish_reason for each in range(3)} == {"length"}
     refused = {engine.outcomes["behind", each].error_code for each in range(3)}
-    assert refused == {"RATE_LIMIT_EXCEEDED"}
+    assert refused == {"rate_limit_exceeded"}
     engine.check()
 
 
@@ -270,7 +270,7 @@ def test_the_waiting_queue_is_bounded():
     engine.run()
     refused = [n for n in range(4) if engine.outcomes[f"r{n}", 0].error_code]
     assert refused == [2, 3]
-    assert engine.outcomes["r3", 0].error_code == "RATE_LIMIT_EXCEEDED"
+    assert engine.outcomes["r3", 0].error_code == "rate_limit_exceeded"
 
 
 def test_every_running_sequence_gets_a_token_in_every_step():

@@ -98,7 +98,7 @@ def test_a_grammar_that_does_not_compile_fails_only_its_request():
     engine.submit("bad", [1, 2], eos=(END,), grammar="start: missing_rule")
     engine.submit("good", [1, 2, 3], max_tokens=4)
     finish(engine)
-    assert engine.outcomes["bad", 0].error_code == "INVALID_REQUEST"
+    assert engine.outcomes["bad", 0].error_code == "invalid_request"
     assert engine.outcomes["good", 0].tokens == engine.expected("good", 0)[0]
 
 
@@ -203,7 +203,7 @@ def test_a_transient_compile_failure_is_not_cached():
     failures = [Panic("a broken invariant"), OSError("a file is gone")] * 2
     grammars = Grammars(load)
     engine = ToyEngine(grammars=grammars)
-    for name, expected in (("a", "INFERENCE_ERROR"), ("b", "INFERENCE_ERROR"), ("c", None)):
+    for name, expected in (("a", "inference_error"), ("b", "inference_error"), ("c", None)):
         engine.submit(name, [1, 2], eos=(END,), grammar=lark("abc"))
         finish(engine)
         assert engine.outcomes[name, 0].error_code == expected
@@ -223,7 +223,7 @@ def test_a_grammar_that_becomes_too_complex_is_an_error(monkeypatch, depth):
     engine.submit("a", [1, 2], eos=(END,), grammar=grammar, max_tokens=12)
     finish(engine)
     outcome = engine.outcomes["a", 0]
-    assert (outcome.finish_reason, outcome.error_code) == ("error", "INVALID_REQUEST")
+    assert (outcome.finish_reason, outcome.error_code) == ("error", "invalid_request")
     assert END not in outcome.tokens
 
 
@@ -268,5 +268,5 @@ def test_an_input_that_fills_the_context_can_be_pooled():
     for _ in range(10):
         engine.turn()
     assert engine.outcomes["fills", 0].vector is not None
-    assert engine.outcomes["over", 0].error_code == "INVALID_REQUEST"
-    assert engine.outcomes["text", 0].error_code == "INVALID_REQUEST"
+    assert engine.outcomes["over", 0].error_code == "invalid_request"
+    assert engine.outcomes["text", 0].error_code == "invalid_request"

@@ -102,7 +102,7 @@ def test_a_nonfinite_row_fails_alone_and_is_never_cached(depth):
     engine.submit("also", (8, 8), max_tokens=8, temperature=1.0)
     finished(engine)
     bad = engine.outcomes["bad", 0]
-    assert (bad.finish_reason, bad.error_code) == ("error", "INFERENCE_ERROR")
+    assert (bad.finish_reason, bad.error_code) == ("error", "inference_error")
     assert engine.kv.radix.match("", packed((1, 2, 3, NAN_TOKEN))) == engine.kv.radix.match(
         "", packed((1, 2))
     )
@@ -116,7 +116,7 @@ def test_a_row_that_crashes_the_step_is_found_and_fails_alone(depth):
     engine.turn(2)
     engine.submit("bad", (1, CRASH_TOKEN), max_tokens=8)
     finished(engine)
-    assert engine.outcomes["bad", 0].error_code == "INFERENCE_ERROR"
+    assert engine.outcomes["bad", 0].error_code == "inference_error"
     assert all(engine.outcomes[f"ok{i}", 0].finish_reason == "length" for i in range(5))
 
 
@@ -154,7 +154,7 @@ def test_requests_that_can_never_fit_are_refused(depth):
     engine.run()
     assert engine.outcomes["fits", 0].finish_reason == "length"
     for request_id in ("too-long", "over-context", "empty", "foreign-id"):
-        assert engine.outcomes[request_id, 0].error_code == "INVALID_REQUEST", request_id
+        assert engine.outcomes[request_id, 0].error_code == "invalid_request", request_id
 
 
 def test_flush_cache_frees_all_unreferenced_blocks(depth):

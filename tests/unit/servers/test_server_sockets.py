@@ -151,7 +151,7 @@ def test_a_late_refusal_is_an_error_event(
     server.backend.failure = InferenceError("too late for a status")
     response = httpx.post(server.url + "/v1/chat/completions", json=chat(stream=True))
     assert response.status_code == 200
-    assert events_of(response.text)[-1]["error"]["code"] == "INFERENCE_ERROR"
+    assert events_of(response.text)[-1]["error"]["code"] == "inference_error"
 
 
 @pytest.mark.seconds
@@ -226,7 +226,7 @@ def test_streams_that_outlive_the_drain_get_an_error_event(ending: str, frontend
             if ending == "second signal":
                 server.signal()
             text += "".join(pieces)
-        assert events_of(text)[-1]["error"]["code"] == "SERVICE_UNAVAILABLE"
+        assert events_of(text)[-1]["error"]["code"] == "service_unavailable"
         server.thread.join(60)
         assert not server.thread.is_alive()
 
@@ -312,7 +312,7 @@ def test_openai_client_raises_typed_errors(server: LiveServer) -> None:
     with pytest.raises(openai.BadRequestError) as bad:
         client.chat.completions.create(model=MODEL, messages=messages, temperature=9)
     assert bad.value.param == "temperature"
-    assert bad.value.code == "INVALID_REQUEST"
+    assert bad.value.code == "invalid_request"
     assert bad.value.request_id is not None
     with pytest.raises(openai.NotFoundError):
         client.chat.completions.create(model="other", messages=messages)

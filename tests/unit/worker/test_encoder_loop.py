@@ -117,7 +117,7 @@ def test_one_bad_input_does_not_affect_other_embeddings(loop, encoder, channel):
     assert vector(answers["a"]) == [1, 1, 1] and vector(answers["b"]) == [2, 1, 1]
     for name in ("bad", "nan"):
         assert answers[name].finish_reason == "error"
-        assert answers[name].error_code == "INFERENCE_ERROR" and answers[name].vector is None
+        assert answers[name].error_code == "inference_error" and answers[name].vector is None
     assert loop.stats().num_nonfinite == 1
 
 
@@ -147,14 +147,14 @@ def test_requests_that_an_encoder_cannot_serve_are_refused(
     deltas = [delta for m in channel.sent if isinstance(m, Deltas) for delta in m.deltas]
     assert [delta.choice for delta in deltas] == list(range(request_.params.n))
     assert all(message in delta.error_message for delta in deltas)
-    assert deltas[0].error_code == "INVALID_REQUEST" and not encoder.batches
+    assert deltas[0].error_code == "invalid_request" and not encoder.batches
 
 
 def test_the_encoders_queue_is_bounded(loop, channel):
     channel.inbox = [asking(str(i), 1) for i in range(7)]
     loop.turn(0)
     codes = [channel.answers()[str(i)].error_code for i in range(7)]
-    assert codes == [None] * 5 + ["RATE_LIMIT_EXCEEDED"] * 2
+    assert codes == [None] * 5 + ["rate_limit_exceeded"] * 2
 
 
 def test_expired_and_aborted_embeddings_are_not_computed(loop, encoder, channel):
@@ -168,8 +168,8 @@ def test_expired_and_aborted_embeddings_are_not_computed(loop, encoder, channel)
     ]
     loop.turn(0)
     answers = channel.answers()
-    assert answers["late"].error_code == "TIMEOUT"
-    assert answers["waited"].error_code == "RATE_LIMIT_EXCEEDED"
+    assert answers["late"].error_code == "timeout"
+    assert answers["waited"].error_code == "rate_limit_exceeded"
     assert answers["gone"].finish_reason == "abort"
     assert encoder.batches == [[(3,)]] and vector(answers["kept"]) == [3, 1, 1]
 

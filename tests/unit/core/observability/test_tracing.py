@@ -288,7 +288,7 @@ async def test_a_failed_request_is_traced_however_quick_it_was(receiver: Receive
     async with traced(backend, receiver, slow_s=60.0) as client:
         assert (await chat(client)).status_code == 503
     root = root_of(receiver)
-    assert root.is_error and root.attributes["error.type"] == "SERVICE_UNAVAILABLE"
+    assert root.is_error and root.attributes["error.type"] == "service_unavailable"
     (point,) = receiver.metrics["gen_ai.server.request.duration"]
     assert "error.type" in {each.key for each in point.attributes}
     assert "gen_ai.server.time_to_first_token" not in receiver.metrics

@@ -78,7 +78,7 @@ async def test_requests_per_minute_are_limited(limited: httpx.AsyncClient, clock
         assert answer.headers["x-ratelimit-remaining-requests"] == str(left)
     refused = await limited.post("/v1/chat/completions", content=b"not even JSON")
     assert refused.status_code == 429
-    assert refused.json()["error"]["code"] == "RATE_LIMIT_EXCEEDED"
+    assert refused.json()["error"]["code"] == "rate_limit_exceeded"
     assert refused.headers["x-ratelimit-remaining-requests"] == "0"
     wait_s = int(refused.headers["retry-after"])
     clock.now += wait_s - 2

@@ -180,7 +180,7 @@ async def test_failure_in_the_middle_ends_the_stream_with_an_error_event(
     backend.failure, backend.fail_after = InferenceError("logits were not finite"), 2
     *chunks, last = await stream_chat(client)
     assert len(chunks) == 3
-    assert last["error"]["code"] == "INFERENCE_ERROR"
+    assert last["error"]["code"] == "inference_error"
     whole = await client.post("/v1/chat/completions", json=chat())
     assert whole.status_code == 500
 
@@ -192,7 +192,7 @@ async def test_an_internal_error_is_answered_without_its_text(
     backend.failure, backend.fail_after = RuntimeError("secret at 0xdeadbeef"), fail_after
     for stream in (False, True):
         response = await client.post("/v1/chat/completions", json=chat(stream=stream))
-        assert "INTERNAL_ERROR" in response.text
+        assert "internal_error" in response.text
         assert "secret" not in response.text
         assert "[DONE]" not in response.text
 
@@ -277,7 +277,7 @@ async def test_the_log_line_of_an_aborted_request_has_no_token_counts(
     backend.failure, backend.fail_after = InferenceError("It broke."), 2
     await client.post("/v1/chat/completions", json=chat())
     (fields,) = [vars(each) for each in caplog.records if each.name == "engine.request"]
-    assert fields["error_code"] == "INFERENCE_ERROR"
+    assert fields["error_code"] == "inference_error"
     assert fields["ttft_s"] >= 0
     assert "prompt_tokens" not in fields
 
@@ -293,6 +293,6 @@ async def test_a_backend_that_misses_the_deadline_is_given_up(
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         response = await client.post("/v1/chat/completions", json=chat())
     assert response.status_code == 408
-    assert response.json()["error"]["code"] == "TIMEOUT"
+    assert response.json()["error"]["code"] == "timeout"
     assert backend.num_open == 0
     assert backend.requests[0].context.timeout_s == 0.01

@@ -97,7 +97,7 @@ def test_new_and_removed_keys_take_effect_at_once(admin: Admin) -> None:
     assert [each["action"] for each in admin.changes()] == [
         *("keys.new", "keys.limits", "keys.remove", "keys.remove"),
     ]
-    assert [each["result"] for each in admin.changes()] == ["ok", "ok", "ok", "CONFLICT"]
+    assert [each["result"] for each in admin.changes()] == ["ok", "ok", "ok", "conflict"]
     assert all(each["who"].startswith("admin@127.0.0.1") for each in admin.changes())
     assert stat.S_IMODE(os.stat(admin.audit_file).st_mode) == 0o600
 
@@ -247,7 +247,7 @@ async def test_settings_are_reloaded_completely_or_not_at_all(reloading: Any) ->
         await reread(services, "SIGHUP")
     lines = (services.settings.storage.directory / "audit.jsonl").read_text().splitlines()
     results = [json.loads(line)["result"] for line in lines]
-    assert results == ["ok", "CONFIG_ERROR", "CONFIG_ERROR"]
+    assert results == ["ok", "config_error", "config_error"]
 
 
 async def test_the_audit_log_is_bounded_and_never_blocks(
@@ -280,4 +280,4 @@ def test_an_unknown_backend_is_a_client_error(admin: Admin, backend: str) -> Non
     )
     assert answer.status_code == 400
     assert f"unknown backend '{backend}'" in answer.json()["error"]["message"]
-    assert admin.changes()[-1]["result"] == "INVALID_REQUEST"
+    assert admin.changes()[-1]["result"] == "invalid_request"

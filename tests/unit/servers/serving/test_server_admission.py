@@ -131,7 +131,7 @@ async def test_draining_refuses_new_requests_and_ends_open_ones(
     await drain
     ended = await running
     assert ended.status_code == 503
-    assert ended.json()["error"]["code"] == "SERVICE_UNAVAILABLE"
+    assert ended.json()["error"]["code"] == "service_unavailable"
 
 
 async def test_a_pause_can_end_and_a_shutdown_cannot() -> None:
