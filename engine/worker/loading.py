@@ -172,6 +172,8 @@ def log_plan(device: DeviceInfo, plan: MemoryPlan, num_ranks: int = 1) -> None:
     ranks = [f"{num_ranks} ranks, each of which has:"] if num_ranks > 1 else []
     for line in (f"{title}, {device.dtype}", *ranks, *plan.lines()):
         log.info("memory plan: %s", line)
+    for note in plan.notes:
+        log.warning("memory plan: %s", note)
 
 
 def runner_config(options: EngineOptions, device: DeviceInfo, plan: MemoryPlan) -> RunnerConfig:

@@ -57,7 +57,7 @@ class MemoryPlan:
     spare_bytes: int = 0  # what the plan leaves free, beside the workspace
 
     def lines(self) -> list[str]:
-        """The plan as lines of text for the log."""
+        """The plan as lines of text for the log, without the notes, which are warnings."""
         tokens = (self.num_blocks - 1) * self.block_size
         windowed = ""
         if self.num_window_blocks:
@@ -70,7 +70,6 @@ class MemoryPlan:
             f"{tokens:,} tokens at {self.bytes_per_token:,} bytes{windowed}",
             *([states] if self.state_bytes else []),
             f"batch {self.max_slots} sequences, context {self.max_seq_len:,} tokens",
-            *self.notes,
         ]
 
 

@@ -37,7 +37,10 @@ async def find_target(client: httpx.AsyncClient, model: str | None) -> Target:
     try:
         reply = await client.get("/v1/models")
     except httpx.HTTPError as error:
-        raise UnavailableError(f"Nothing answers at {client.base_url}: {_named(error)}.") from None
+        raise UnavailableError(
+            f"Nothing answers at {client.base_url}: {_named(error)}. Start a server with `engine"
+            " serve`, or give its address."
+        ) from None
     try:
         listed = reply.json()["data"] if reply.status_code == 200 else []
         entries = {entry["id"]: entry for entry in listed}

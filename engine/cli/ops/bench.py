@@ -144,7 +144,10 @@ async def _first_model(client: "httpx.AsyncClient", url: str) -> str:
     try:
         reply = await client.get(f"{url}/models")
     except httpx.HTTPError as error:
-        raise UnavailableError(f"Nothing answers at {url} ({error}).") from None
+        raise UnavailableError(
+            f"Nothing answers at {url} ({error}). Start a server with `engine serve`, or"
+            " give its address."
+        ) from None
     if ids := model_ids(reply):
         return ids[0]
     raise UnavailableError(f"{url}/models lists no model; name one with --model.")

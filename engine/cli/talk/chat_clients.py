@@ -85,7 +85,7 @@ class ServerTalker:
             return self._client.get("/models")
         except httpx.HTTPError as error:
             raise UnavailableError(
-                f"Nothing answers at {self.place} ({error}). Start a server there: engine serve"
+                f"Nothing answers at {self.place} ({error}). Start a server with `engine serve`."
             ) from None
 
     def stream(self, messages: Messages, params: Mapping[str, Any]) -> Generator[Event]:

@@ -182,11 +182,12 @@ def resolve_model(name_or_path: str, store: ModelStore | None = None) -> Path:
         return store.path(pulled[name_or_path])
     if is_spec(name_or_path) and (found := _find_spec(full_spec(name_or_path), store)):
         return found
-    if name_or_path in CATALOGUE or is_spec(name_or_path):
+    near = _paths_beside(path) if "/" in name_or_path or path.suffix else []
+    is_near = bool(difflib.get_close_matches(name_or_path, near, n=1))
+    if name_or_path in CATALOGUE or (is_spec(name_or_path) and not is_near):
         raise NotFoundError(
             f"model '{name_or_path}' is not on this machine yet: run `engine pull {name_or_path}`"
         )
-    near = _paths_beside(path) if "/" in name_or_path or path.suffix else []
     close = difflib.get_close_matches(name_or_path, [*near, *pulled, *CATALOGUE], n=1)
     hint = f"did you mean '{close[0]}'? " if close else ""
     raise NotFoundError(

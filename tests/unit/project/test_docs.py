@@ -3,6 +3,7 @@ follow the code.
 """
 
 import re
+import shlex
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from engine.cli.commands import COMMANDS, LazyCommand
+from engine.cli.help import EXAMPLES
 from engine.core.config_schema import SECTIONS, setting_keys
 from engine_tools.dev import module_map, reference_pages
 
@@ -19,8 +21,7 @@ DOCS = ROOT / "docs"
 INDEX = DOCS / "README.md"
 SHELVES = ["Start", "Use", "Operate", "Change the code"]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-# A package index shows the README without the files beside it, so its links are absolute.
-FILES_URL = PROJECT["urls"]["Repository"] + "/blob/main/"
+OWN_SITE = PROJECT["urls"]["Repository"]
 PAGES = sorted(
     path
     for path in ROOT.rglob("*.md")
@@ -48,9 +49,9 @@ def broken(page: Path) -> Iterator[str]:
     for link in links(page.read_text(encoding="utf-8")):
         base = page.parent
         target, _, anchor = link.partition("#")
-        if target.startswith(FILES_URL):
-            base, target = ROOT, target.removeprefix(FILES_URL)
-        elif "://" in target or target.startswith("mailto:"):
+        if target.startswith(OWN_SITE):  # a file of this folder has a relative link
+            yield link
+        if "://" in target or target.startswith("mailto:"):
             continue
         path = (base / target).resolve() if target else page
         if not path.exists() or (anchor and anchor not in anchors(path)):
@@ -64,10 +65,9 @@ def test_links_of_a_page_resolve(page: Path) -> None:
 
 def test_a_broken_link_is_noticed(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text(
-        f"# One\n[a](page.md#one) [b](gone.md) [c](#two) [d]({FILES_URL}gone.py) `[e](code.md)`\n"
-    )
-    assert list(broken(page)) == ["gone.md", "#two", f"{FILES_URL}gone.py"]
+    site = f"{OWN_SITE}/blob/main/README.md"
+    page.write_text(f"# One\n[a](page.md#one) [b](gone.md) [c](#two) [d]({site}) `[e](code.md)`\n")
+    assert list(broken(page)) == ["gone.md", "#two", site]
 
 
 def test_every_page_is_listed_once_in_the_index() -> None:
@@ -79,14 +79,17 @@ def test_every_page_is_listed_once_in_the_index() -> None:
     assert sorted(path for path in inside if path.is_relative_to(DOCS)) == sorted(pages)
 
 
-def test_the_readme_has_no_relative_links() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert [link for link in links(text) if "://" not in link and not link.startswith("#")] == []
+def test_the_examples_of_the_readme_end() -> None:
+    """A small model may answer until its context is full."""
+    blocks = re.findall(r"```\w+\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
+    asking = [each for each in blocks if re.search(r"messages|llm\.generate", each)]
+    assert len(asking) >= 3
+    assert all("max_tokens" in each for each in asking)
 
 
-def test_the_readme_lists_every_command() -> None:
+def test_the_commands_page_lists_every_command() -> None:
     rows = re.findall(
-        r"^\| (`engine .*?) \| ", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE
+        r"^\| (`engine .*?) \| ", (DOCS / "commands.md").read_text("utf-8"), re.MULTILINE
     )
     assert {name for row in rows for name in re.findall(r"`engine ([a-z]+)", row)} == set(COMMANDS)
 
@@ -124,6 +127,18 @@ def test_flags_in_the_documents_exist(name: str) -> None:
     given = {flag for call in calls for flag in re.findall(r"\s(--[a-z][a-z-]*)", call)}
     known = flags(LazyCommand(name, *COMMANDS[name]).resolve())
     assert given <= known
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_the_two_examples_of_a_commands_help_fit_it(name: str) -> None:
+    command = LazyCommand(name, *COMMANDS[name]).resolve()
+    inner = getattr(command, "commands", {})
+    assert len(EXAMPLES[name]) == 2
+    for example in EXAMPLES[name]:
+        first, *words = shlex.split(example)
+        assert first == name
+        assert {each for each in words if re.match(r"--?[a-z]", each)} <= flags(command)
+        assert not inner or not {*words}.isdisjoint(inner)
 
 
 @pytest.mark.parametrize("name", reference_pages.pages())
