@@ -114,7 +114,7 @@ def served_outputs(framework: str, source: ModelSource, token_ids: Sequence[int]
     assert len(token_ids) <= _MAX_LOGITS, f"at most {_MAX_LOGITS} tokens can be looked at"
     found: dict[str, F32] = {}
     for layer in range(source.config.num_layers):
-        runner = _runner(framework, first_layers(source, layer + 1), len(token_ids))
+        runner = float_runner(framework, first_layers(source, layer + 1), len(token_ids))
         with closing(runner):
             output = _step(runner, token_ids, every_token=True)
         assert output.hidden is not None and output.logprobs is not None, "both were asked for"
@@ -131,7 +131,7 @@ def served_times(
     """
     tokens = np.random.default_rng(0).integers(0, source.config.vocab_size, num_tokens).tolist()
     parts = [first_layers(source, num_layers) for num_layers in (1, 2)]
-    runners = [_runner(framework, part, num_tokens) for part in parts]
+    runners = [float_runner(framework, part, num_tokens) for part in parts]
     one, two = timed([lambda r=r: _step(r, tokens) for r in runners], repeats)  # type: ignore[misc]
     for runner in runners:
         runner.close()
@@ -178,13 +178,16 @@ def _own(framework: str, function: str) -> Callable[..., Any] | None:
     return found
 
 
-def _runner(framework: str, source: ModelSource, num_tokens: int) -> ModelRunner:
+def float_runner(
+    framework: str, source: ModelSource, num_tokens: int, num_logits: int = 1
+) -> ModelRunner:
+    """A runner in float32 for one sequence, with this many rows of logits in a step."""
     config = RunnerConfig(
         device="cpu",
         dtype="float32",
         block_size=_BLOCK,
         num_blocks=2 + num_tokens // _BLOCK,
-        max_slots=1,
+        max_slots=num_logits,
         max_seq_len=min(source.config.max_position, num_tokens + 1),
         num_threads=None,
         max_batch_tokens=num_tokens,
@@ -197,12 +200,20 @@ def _step(runner: ModelRunner, token_ids: Sequence[int], every_token: bool = Fal
     """Run all tokens in one step. With `every_token`, the output has the hidden state and the
     logprob at every token. Otherwise it has only those of the last token.
     """
+    positions = np.arange(len(token_ids), dtype=np.int32)
+    rows = positions if every_token else positions[-1:]
+    inputs = whole_inputs(token_ids, rows)
+    following = np.array([*token_ids[1:], 0], np.int32)[rows]
+    return runner.sample(runner.forward(inputs), _scoring(following, every_token)).wait()
+
+
+def whole_inputs(token_ids: Sequence[int], logit_rows: NDArray[np.int32]) -> BatchInputs:
+    """A step that computes a whole sequence."""
     count = len(token_ids)
     positions = np.arange(count, dtype=np.int32)
     blocks = 1 + np.arange(-(-count // _BLOCK), dtype=np.int32)
     zero = np.zeros(1, np.int32)
-    rows = positions if every_token else positions[-1:]
-    inputs = BatchInputs(
+    return BatchInputs(
         token_ids=np.array(token_ids, np.int32),
         positions=positions,
         # The slots are consecutive, because the block table is 1, 2, 3, ...
@@ -212,13 +223,11 @@ def _step(runner: ModelRunner, token_ids: Sequence[int], every_token: bool = Fal
         num_prompt=np.array([count], np.int32),
         block_tables=blocks[None],
         slots=zero,
-        logit_rows=rows,
+        logit_rows=logit_rows,
         adapter_ids=zero,
         prefix_groups=np.full(1, -1, np.int32),
         prefix_blocks=np.zeros(0, np.int32),
     )
-    following = np.array([*token_ids[1:], 0], np.int32)[rows]
-    return runner.sample(runner.forward(inputs), _scoring(following, every_token)).wait()
 
 
 def _scoring(forced: NDArray[np.int32], wants_hidden: bool) -> SamplingInputs:

@@ -1,12 +1,15 @@
 """Measures what quantization costs: importance matrices, and a converted model's perplexity and KL
-divergence. Models run on PyTorch in float32 with dequantized weights, so kernels play no part.
+divergence. Models run in float32 with dequantized weights, so the arithmetic of kernels plays no
+part: on the native kernels if they were built, otherwise on PyTorch. Importance matrices need
+PyTorch, because only there every input of a matmul can be read.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,11 +18,10 @@ from engine.conversion.importance import Sums
 from engine.core.errors import ConfigError
 from engine.core.text.tokenizer import Tokenizer
 from engine.runners.entry import framework_entry
+from engine.tools.inspection import float_runner, whole_inputs
 from engine.weights.model import ModelSource, open_model
 
-if TYPE_CHECKING:
-    from engine.torch.execution.evaluation import Evaluated
-
+NATIVE_MODULE = "engine.native._native"
 WINDOW = 512  # tokens that a model sees at once
 Floats = NDArray[np.float32]
 Progress = Callable[[int, int], None]  # windows done, all windows
@@ -57,8 +59,10 @@ def importance_of(
     source: ModelSource, windows: Sequence[list[int]], progress: Progress = lambda done, total: None
 ) -> Sums:
     """Sums the squares of the activations that each matrix is multiplied with, by GGUF name."""
-    model = _load(source)
-    from engine.torch.execution.evaluation import SquaredInputs
+    framework_entry("torch")  # says what to install if PyTorch is missing
+    from engine.torch.execution.evaluation import Evaluated, SquaredInputs
+
+    model = Evaluated(source, WINDOW)
 
     squares = SquaredInputs(model)
     for done, window in enumerate(windows, start=1):
@@ -77,17 +81,17 @@ def compare_models(
     reference: Path, target: Path, windows: Sequence[list[int]], progress: Progress
 ) -> Quality:
     with closing(open_model(reference)) as one, closing(open_model(target)) as other:
-        models = _load(one), _load(other)
-    losses, divergences, same = [], [], []
-    for done, window in enumerate(windows, start=1):
-        first = len(window) // 2
-        chosen = np.array(window[first + 1 :])
-        expected, found = (_log_probabilities(model.logits(window)[first:-1]) for model in models)
-        rows = np.arange(len(chosen))
-        losses.append((-found[rows, chosen], -expected[rows, chosen]))
-        divergences.append((np.exp(expected) * (expected - found)).sum(axis=1))
-        same.append(expected.argmax(axis=1) == found.argmax(axis=1))
-        progress(done, len(windows))
+        models = _logits_of(one), _logits_of(other)
+        losses, divergences, same = [], [], []
+        for done, window in enumerate(windows, start=1):
+            first = len(window) // 2
+            chosen = np.array(window[first + 1 :])
+            expected, found = (_log_probabilities(logits(window)[first:-1]) for logits in models)
+            rows = np.arange(len(chosen))
+            losses.append((-found[rows, chosen], -expected[rows, chosen]))
+            divergences.append((np.exp(expected) * (expected - found)).sum(axis=1))
+            same.append(expected.argmax(axis=1) == found.argmax(axis=1))
+            progress(done, len(windows))
     ours, theirs = (np.concatenate(each) for each in zip(*losses, strict=True))
     return Quality(
         perplexity=float(np.exp(ours.mean())),
@@ -98,11 +102,21 @@ def compare_models(
     )
 
 
-def _load(source: ModelSource) -> "Evaluated":
-    framework_entry("torch")  # says what to install if PyTorch is missing
-    from engine.torch.execution.evaluation import Evaluated
+def _logits_of(source: ModelSource) -> Callable[[list[int]], Floats]:
+    """What computes the logits after each token of a window."""
+    if find_spec(NATIVE_MODULE) is None or source.config.state_floats:
+        framework_entry("torch")  # says what to install if PyTorch is missing
+        from engine.torch.execution.evaluation import Evaluated
 
-    return Evaluated(source, WINDOW)
+        return Evaluated(source, WINDOW).logits
+    runner: Any = float_runner("native", source, WINDOW, num_logits=WINDOW)
+
+    def logits(window: list[int]) -> Floats:
+        rows = np.arange(len(window), dtype=np.int32)
+        found: Floats = runner.logits(runner.forward(whole_inputs(window, rows)))
+        return found
+
+    return logits
 
 
 def _log_probabilities(logits: Floats) -> NDArray[np.float64]:
