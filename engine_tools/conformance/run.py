@@ -13,6 +13,15 @@ from engine_tools.conformance.expect import RuleFailed, RuleSkipped
 from engine_tools.conformance.rule import Group, Rule, RuleResult
 from engine_tools.conformance.target import SDK_HEADERS, Target
 
+# What the reading of an answer raises if a server's answer is not what OpenAI's would be.
+_UNEXPECTED = (
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    RecursionError,
+    httpx.StreamError,
+)
 _CONTEXT_KEYS = ("max_model_len", "context_length", "context_window")
 
 
@@ -27,7 +36,10 @@ def root_of(url: str) -> str:
 
 def new_client(url: str, api_key: str | None, timeout_s: float) -> httpx.AsyncClient:
     headers = SDK_HEADERS | {"authorization": f"Bearer {api_key or 'none'}"}
-    return httpx.AsyncClient(base_url=root_of(url), headers=headers, timeout=timeout_s)
+    try:
+        return httpx.AsyncClient(base_url=root_of(url), headers=headers, timeout=timeout_s)
+    except httpx.InvalidURL as error:
+        raise InvalidRequestError(f"{url} is no address: {error}.") from None
 
 
 async def find_target(client: httpx.AsyncClient, model: str | None) -> Target:
@@ -96,7 +108,7 @@ async def _missing(group: Group, target: Target) -> str | None:
         return None
     try:
         return await group.missing(target)
-    except (httpx.HTTPError, RuleFailed):
+    except (httpx.HTTPError, RuleFailed, *_UNEXPECTED):
         return None  # the endpoint exists; its rules will get the same error and report it
 
 
@@ -110,8 +122,10 @@ async def run_rule(rule: Rule, target: Target) -> RuleResult:
         return RuleResult(rule, "advice" if is_advice else "fail", str(failed))
     except httpx.HTTPError as error:
         return RuleResult(rule, "fail", f"the request got no whole answer: {_named(error)}")
+    except _UNEXPECTED as error:
+        return RuleResult(rule, "fail", f"the answer has another shape: {_named(error)}")
     return RuleResult(rule, "pass")
 
 
-def _named(error: httpx.HTTPError) -> str:
+def _named(error: Exception) -> str:
     return f"{type(error).__name__} {error}".strip()

@@ -140,6 +140,7 @@ def endings() -> Group:
     add("D", RuleFailed("it is lenient", is_advice=True))
     add("E", RuleSkipped("there is none"))
     add("F", httpx.ReadTimeout("slow"))
+    add("G", KeyError("choices"))
     return group
 
 
@@ -148,9 +149,10 @@ async def test_outcomes_of_rules_that_pass_fail_advise_and_skip():
         target = Target(client, "m", None)
         results = [await run_rule(rule, target) for rule in endings().rules]
     found = [result.outcome for result in results]
-    assert found == ["pass", "fail", "advice", "advice", "skipped", "fail"]
-    assert "ReadTimeout" in results[-1].detail
-    assert counts(results) == {"pass": 1, "fail": 2, "advice": 2, "skipped": 1}
+    assert found == ["pass", "fail", "advice", "advice", "skipped", "fail", "fail"]
+    assert "ReadTimeout" in results[-2].detail
+    assert "choices" in results[-1].detail, "an answer of another shape is no traceback"
+    assert counts(results) == {"pass": 1, "fail": 3, "advice": 2, "skipped": 1}
 
 
 async def test_shared_requests_of_several_rules_are_sent_once():
