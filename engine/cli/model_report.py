@@ -67,7 +67,7 @@ def describe(source: "ModelSource", context: int, batch: int) -> dict[str, Any]:
         },
         "here": _here(
             sum(tensor.nbytes for tensor in tensors.values()),
-            sum(file.stat().st_size for file in source.checkpoint.files),
+            sum(file.size for file in source.checkpoint.files),
             config.kv_bytes_per_token(DTYPES["bfloat16"]) * context * batch,
             _active_share(config),
         ),
