@@ -18,20 +18,20 @@ from engine.core.text.json_text import read_json
 log = logging.getLogger(__name__)
 CONFIG_NAME = "generation_config.json"
 GGUF_PREFIX = "general.sampling."
-_OF_CONFIG = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
-# Its names -> ours. The order of samplers is not read: it is the same for all models.
-_OF_GGUF = {
-    **{"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"},
-    **{"penalty_repeat": "repetition_penalty", "penalty_last_n": "repeat_last_n"},
-    **{"xtc_probability": "xtc_probability", "xtc_threshold": "xtc_threshold"},
-    **{"mirostat": "mirostat", "mirostat_tau": "mirostat_tau", "mirostat_eta": "mirostat_eta"},
+# Our parameters whose keys in a GGUF file have other names. The order of samplers is not read: it is
+# the same for all models. `generation_config.json` has our names.
+_GGUF_NAMES = {
+    "temperature": "temp",
+    "repetition_penalty": "penalty_repeat",
+    "repeat_last_n": "penalty_last_n",
 }
+_NAMES = tuple(name for name in SamplingFields.model_fields if name != "max_tokens")
 
 
 def of_folder(folder: Path) -> dict[str, Any]:
     """What `generation_config.json` recommends. Greedy, if it says not to sample."""
     given = read_json(folder / CONFIG_NAME) or {}
-    found = {name: given[name] for name in _OF_CONFIG if given.get(name) is not None}
+    found = {name: given[name] for name in _NAMES if given.get(name) is not None}
     if given.get("do_sample") is False:
         found = {name: found[name] for name in ("repetition_penalty",) if name in found}
         found["temperature"] = 0.0
@@ -39,11 +39,8 @@ def of_folder(folder: Path) -> dict[str, Any]:
 
 
 def of_gguf(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    found = {
-        ours: metadata[GGUF_PREFIX + name]
-        for name, ours in _OF_GGUF.items()
-        if GGUF_PREFIX + name in metadata
-    }
+    keys = {name: GGUF_PREFIX + _GGUF_NAMES.get(name, name) for name in _NAMES}
+    found = {name: metadata[key] for name, key in keys.items() if key in metadata}
     return _valid(found, GGUF_PREFIX + "*")
 
 
