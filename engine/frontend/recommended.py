@@ -18,8 +18,8 @@ from engine.core.text.json_text import read_json
 log = logging.getLogger(__name__)
 CONFIG_NAME = "generation_config.json"
 GGUF_PREFIX = "general.sampling."
-# Our parameters whose keys in a GGUF file have other names. The order of samplers is not read: it is
-# the same for all models. `generation_config.json` has our names.
+# Our parameters whose keys in a GGUF file have other names; `generation_config.json` has ours. The
+# order of samplers is not read: it is the same for all models.
 _GGUF_NAMES = {
     "temperature": "temp",
     "repetition_penalty": "penalty_repeat",
