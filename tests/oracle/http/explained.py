@@ -17,7 +17,8 @@ ROUND_S = 1e-5  # of times in answers
 async def explanation_problems(server: ToyServer, client: Client) -> list[str]:
     """What is wrong with the explanation of one request."""
     reply, record = client.reply, client.record
-    if reply is None or reply.status != 200:
+    whole = client.whole
+    if reply is None or whole is None or whole.error is not None:
         return []
     if record is None:
         return ["explanation: there is none"]

@@ -378,8 +378,11 @@ KINDS = {
 
 def differences(got: Whole, expected: Whole) -> list[str]:
     """What two results of the same request tell differently."""
+    if got.error is not None or expected.error is not None:
+        same = got.error == expected.error
+        return [] if same else [f"error: {got.error}, not {expected.error}"]
     found = [f"problem: {each}" for each in got.problems]
-    for name in ("status", "error", "prompt_tokens", "completion_tokens", "reasoning_tokens"):
+    for name in ("status", "prompt_tokens", "completion_tokens", "reasoning_tokens"):
         _compare(found, name, getattr(got, name), getattr(expected, name))
     if len(got.choices) != len(expected.choices):
         return [*found, f"{len(got.choices)} choices, not {len(expected.choices)}"]
