@@ -14,7 +14,7 @@ import time
 from collections import Counter
 
 from tests.oracle.check import Oracle
-from tests.oracle.histories import History, draw_history
+from tests.oracle.histories import POOL_HISTORIES, History, draw_history, draw_pool
 from tests.oracle.level import LEVELS
 from tests.oracle.shrink import shrunk
 
@@ -23,7 +23,9 @@ ENOUGH_FAILURES = 5
 
 def drawn(oracle: Oracle, seed: int) -> History:
     """The history of a seed."""
-    return draw_history(random.Random(f"{oracle.level.name} {seed}"), oracle.level.stage)
+    name, stage = oracle.level.name, oracle.level.stage
+    pool = draw_pool(random.Random(f"{name} pool {seed // POOL_HISTORIES}"), stage)
+    return draw_history(random.Random(f"{name} {seed}"), stage, pool)
 
 
 def failing(oracle: Oracle, history: History, seed: int) -> list[str]:

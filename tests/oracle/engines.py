@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from engine.core.interfaces.request import FromEngine, ToEngine
 from engine.runtime.block_pool import BlockPool
@@ -17,10 +18,10 @@ from engine.runtime.groups.states import state_group
 from engine.runtime.groups.windows import WindowTable, window_group
 from engine.runtime.kv_cache import KVCache
 from engine.runtime.loop import EngineLoop
-from engine.runtime.model_runner import ModelRunner
+from engine.runtime.model_runner import ALL_ALLOWED, U32, ModelRunner
 from engine.runtime.prefill_throttle import PrefillThrottle
 from engine.runtime.radix_cache import RadixCache
-from engine.runtime.requests.grammar import Grammars, MaskWriter
+from engine.runtime.requests.grammar import Grammars, MaskJob, MaskRow, MaskWriter
 from engine.runtime.requests.images import ImageStore
 from engine.runtime.scheduler import Scheduler
 from engine.runtime.speculation.draft_model import DraftModel
@@ -141,7 +142,23 @@ class Hostages:
     num_confirmed: int = 0
 
 
-_MASKS: dict[int, MaskWriter] = {}  # by vocabulary; their threads are shared
+class InlineMasks(MaskWriter):
+    """Computes masks in this thread, because a history is driven by one."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._num_words = -(-vocab_size // 32)
+
+    def begin(self, num_rows: int, known: list[MaskRow]) -> MaskJob:
+        mask = np.full((num_rows, self._num_words), ALL_ALLOWED, np.uint32)
+        self.fill(mask, known)
+        return MaskJob(mask, frozenset(index for _, index in known), None, self)
+
+    def fill(self, mask: U32, rows: list[MaskRow]) -> None:
+        for matcher, index in rows:
+            matcher.unsafe_compute_mask_ptr(mask[index].ctypes.data, mask[index].nbytes)
+
+    def close(self) -> None:
+        """There is no thread."""
 
 
 class Engine:
@@ -180,10 +197,7 @@ class Engine:
         )
         if shape.get("paces"):
             self.loop._throttle = PrefillThrottle(budget)
-        vocab = self.spec.vocab_size
-        if vocab not in _MASKS:
-            _MASKS[vocab] = MaskWriter(vocab)
-        self.loop._step_runner._masks = _MASKS[vocab]
+        self.loop._step_runner._masks = InlineMasks(self.spec.vocab_size)
         self._taken = Hostages()
         self.kv.check = self._check_kv
 

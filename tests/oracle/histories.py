@@ -7,7 +7,7 @@ a failing one can be kept and replayed.
 import json
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from tests.oracle.requests import DrawnRequest, Menu, draw_prompts, draw_request
@@ -81,16 +81,35 @@ class Stage:
     menu: Menu
     shapes: Mapping[str, tuple[Any, ...]]  # an engine's options, and the values of each
     without: frozenset[str] = frozenset()  # kinds of events that the level can't have
+    models: frozenset[str] = frozenset()  # the options that choose a model
     max_requests: int = 6
     max_events: int = 24
 
 
-def draw_history(rng: random.Random, stage: Stage) -> History:
+POOL_HISTORIES = 40  # that share a pool of requests, because what requests give alone takes long
+POOL_REQUESTS = 24
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Requests of one model, from which several histories are drawn."""
+
+    model: Shape
+    requests: tuple[DrawnRequest, ...]
+
+
+def draw_pool(rng: random.Random, stage: Stage) -> Pool:
+    model = {name: rng.choice(stage.shapes[name]) for name in sorted(stage.models)}
+    prompts = draw_prompts(rng, stage.menu, POOL_REQUESTS // 3)
+    drawn = (draw_request(rng, stage.menu, rng.choice(prompts)) for _ in range(POOL_REQUESTS))
+    return Pool(model, tuple(drawn))
+
+
+def draw_history(rng: random.Random, stage: Stage, pool: Pool) -> History:
     """A history. A quarter of them are calm: requests come and go, and nothing goes wrong."""
-    shape = {name: rng.choice(values) for name, values in stage.shapes.items()}
+    shape = {name: rng.choice(values) for name, values in stage.shapes.items()} | pool.model
     count = rng.randint(1, stage.max_requests)
-    prompts = draw_prompts(rng, stage.menu, max(1, count - rng.randint(0, 2)))
-    requests = [_request(rng, stage, rng.choice(prompts), n) for n in range(count)]
+    requests = [_request(rng, pool, index) for index in range(count)]
     kinds = {name: weight for name, weight in KINDS.items() if name not in stage.without}
     if rng.random() < 0.25:
         kinds = {"turns": 1.0}
@@ -101,9 +120,9 @@ def draw_history(rng: random.Random, stage: Stage) -> History:
     return History(shape, tuple(requests), tuple(events))
 
 
-def _request(rng: random.Random, stage: Stage, prompt: tuple[int, ...], index: int) -> DrawnRequest:
-    drawn = draw_request(rng, stage.menu, prompt)
-    if index and rng.random() < 0.15:  # the next turn of an earlier conversation
+def _request(rng: random.Random, pool: Pool, index: int) -> DrawnRequest:
+    drawn = rng.choice(pool.requests)
+    if index and rng.random() < 0.1:  # the next turn of an earlier conversation
         drawn = drawn.using(follows=rng.randrange(index))
     return drawn
 
@@ -131,7 +150,3 @@ def _event(rng: random.Random, kind: str, num_requests: int) -> Event:
         case "wait":
             return (kind, rng.choice([0.1, 2.0, 20.0]))
     return (kind,)
-
-
-def with_events(history: History, events: tuple[Event, ...]) -> History:
-    return replace(history, events=events)

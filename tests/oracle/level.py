@@ -24,8 +24,8 @@ class Level(Protocol):
         """The shape of the fresh engine on which a request of a history runs alone."""
         ...
 
-    def parts(self, shape: Shape, tier: BrittleTier | None) -> Parts:
-        """What a new engine is made of."""
+    def parts(self, shape: Shape, longest: int, tier: BrittleTier | None) -> Parts:
+        """What a new engine is made of. Its pool has room for a sequence of `longest` tokens."""
         ...
 
     def content(self, drawn: DrawnRequest, follows: tuple[int, ...]) -> Content:

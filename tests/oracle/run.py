@@ -56,11 +56,13 @@ class Run:
         self._level, self._history, self._submitted = level, history, submitted
         self._clock = clock
         self._tier = BrittleTier() if history.shape["has_tier"] else None
+        self._longest = max(map(_longest, submitted))
         self._server = Server(level.text, clock, self._new_engine)
         self.outcome = Outcome()
 
     def _new_engine(self) -> Engine:
-        engine = Engine(self._level.parts(self._history.shape, self._tier), self._history.shape)
+        shape = self._history.shape
+        engine = Engine(self._level.parts(shape, self._longest, self._tier), shape)
         self.outcome.engines.append(engine)
         return engine
 
@@ -200,3 +202,8 @@ class Run:
                 seen["by_model"] += drafts.num_model_accepted
         for result in self.outcome.results.values():
             seen["revivals"] += result.usage is not None and result.usage.num_revivals
+
+
+def _longest(each: Submitted) -> int:
+    request = each.asked.request
+    return len(request.prompt) + (request.params.max_tokens or 0)

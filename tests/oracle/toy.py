@@ -33,7 +33,6 @@ from tests.support.toy_engine.engine import GuessingRunner
 from tests.support.toy_engine.runner import VOCAB
 
 MAX_SEQ_LEN = 96
-LONGEST = 45  # tokens that the longest request stores
 IMAGE_TOKEN = 3
 MENU = Menu(
     num_words=3,
@@ -58,7 +57,7 @@ MENU = Menu(
 SHAPES = {
     "block_size": (1, 2, 2, 4, 16),
     "depth": (0, 1),
-    "tight": (True, True, False),  # whether the pool has room for little more than one request
+    "tight": (True, True, False),  # whether the pool has room for one of the longest requests
     "max_slots": (1, 3, 5, 5),
     "budget": (5, 8, 16, 128),
     "sharing": (True, True, True, True, False),
@@ -83,15 +82,15 @@ class ToyLevel:
         **{"sharing": False, "kind": "plain", "has_tier": False, "grammar_delay": 0},
     }
 
-    def __init__(self, stage: Stage | None = None) -> None:
-        self.stage = stage or Stage(MENU, SHAPES)
+    def __init__(self) -> None:
+        self.stage = Stage(MENU, SHAPES, models=frozenset({"kind", "window"}))
 
     def alone_in(self, shape: Shape) -> Shape:
         """The shape for a request alone. The kind of the model decides its answers."""
         return self.alone | {name: shape.get(name, 0) for name in ("kind", "window")}
 
-    def parts(self, shape: Shape, tier: BrittleTier | None) -> Parts:
-        spec = _spec(shape)
+    def parts(self, shape: Shape, longest: int, tier: BrittleTier | None) -> Parts:
+        spec = _spec(shape, longest)
         runner = WholeToyRunner(spec)
         draft = None
         if shape.get("has_draft_model"):
@@ -148,10 +147,11 @@ def interp_of(drawn: DrawnRequest, width: int, edited: str) -> InterpRequest | N
     return InterpRequest(captures, edits)
 
 
-def _spec(shape: Shape) -> RunnerSpec:
+def _spec(shape: Shape, longest: int) -> RunnerSpec:
     size = shape["block_size"]
-    least = -(-LONGEST // size) + 1
-    count = (1 if shape["tight"] else 4) * least
+    count = -(-longest // size) + 1
+    if not shape["tight"]:
+        count += -(-4 * MAX_SEQ_LEN // size)
     spec = RunnerSpec(size, count + 1, 5, MAX_SEQ_LEN, VOCAB, shape["depth"])
     if shape["kind"] == "window":
         window = shape["window"]
