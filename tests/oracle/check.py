@@ -12,6 +12,7 @@ from engine.core.errors import InferenceError, RequestTimeoutError
 from engine.core.interfaces.request import GenerateRequest
 from tests.oracle.asking import ask
 from tests.oracle.clock import given_clock
+from tests.oracle.efficiency import excess, unusual_alone
 from tests.oracle.histories import History, Shape
 from tests.oracle.level import Level
 from tests.oracle.results import Result, begun_differences, broken_timelines, differences
@@ -49,7 +50,8 @@ class Oracle:
             outcome = self._run(history, submitted, seed)
         finally:
             logging.disable(before)
-        return Report([*outcome.wrong, *judged(submitted, outcome)], outcome.seen)
+        wrong = [*outcome.wrong, *judged(submitted, outcome)]
+        return Report(wrong + [*excess(history, submitted, outcome)], outcome.seen)
 
     def _run(self, history: History, submitted: list[Submitted], seed: str) -> Outcome:
         with given_clock(seed) as clock:
@@ -88,8 +90,11 @@ class Oracle:
             drawn = drawn.without(name)
         asked = ask(level.text, level.output, drawn, each.content, "r0", level.max_seq_len)
         history = History(shape, (drawn,), (("submit", 0),))
-        outcome = self._run(history, [replace(each, drawn=drawn, asked=asked)], "alone")
-        assert not outcome.wrong, (outcome.wrong, str(history))
+        alone = replace(each, drawn=drawn, asked=asked)
+        outcome = self._run(history, [alone], "alone")
+        alone.alone = outcome.results[0]
+        wrong = outcome.wrong + [*unusual_alone(alone, shape, outcome)]
+        assert not wrong, f"{wrong} in {history}"
         return outcome.results[0]
 
 

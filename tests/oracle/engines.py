@@ -4,13 +4,13 @@ time.
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from engine.core.interfaces.request import FromEngine, ToEngine
+from engine.core.interfaces.request import Deltas, FromEngine, ToEngine
 from engine.runtime.block_pool import BlockPool
 from engine.runtime.budget import StepBudget
 from engine.runtime.groups.adapter_slots import AdapterSlots
@@ -18,7 +18,7 @@ from engine.runtime.groups.states import state_group
 from engine.runtime.groups.windows import WindowTable, window_group
 from engine.runtime.kv_cache import KVCache
 from engine.runtime.loop import EngineLoop
-from engine.runtime.model_runner import ALL_ALLOWED, U32, ModelRunner
+from engine.runtime.model_runner import ALL_ALLOWED, U32, BatchInputs, ModelRunner
 from engine.runtime.prefill_throttle import PrefillThrottle
 from engine.runtime.radix_cache import RadixCache
 from engine.runtime.requests.grammar import Grammars, MaskJob, MaskRow, MaskWriter
@@ -41,12 +41,31 @@ _TO_WIRE = msgspec.msgpack.Decoder(ToEngine)
 _ENCODE = msgspec.msgpack.Encoder().encode
 
 
+@dataclass
+class Work:
+    """What engines did, or have to do at most."""
+
+    prompt_tokens: int = 0  # computed, not cached
+    tokens: int = 0
+    steps: int = 0
+    messages: int = 0  # with deltas
+    loaded_blocks: int = 0
+
+    def add(self, inputs: BatchInputs) -> None:
+        """A step runs."""
+        self.steps += 1
+        self.tokens += len(inputs.token_ids)
+        prompts = np.repeat(inputs.num_prompt, np.diff(inputs.query_start))
+        self.prompt_tokens += int((inputs.positions < prompts).sum())
+
+
 class WireChannel:
     """A channel whose messages cross as bytes, as between two processes."""
 
     def __init__(self) -> None:
         self.inbox: list[bytes] = []
         self.outbox: list[bytes] = []
+        self.num_deltas = 0  # messages with deltas
 
     def put(self, message: ToEngine) -> None:
         self.inbox.append(_ENCODE(message))
@@ -56,6 +75,7 @@ class WireChannel:
         return [_TO_WIRE.decode(each) for each in messages]
 
     def send(self, message: FromEngine) -> None:
+        self.num_deltas += isinstance(message, Deltas)
         self.outbox.append(_ENCODE(message))
 
     def take(self) -> list[FromEngine]:
@@ -169,7 +189,8 @@ class Engine:
         self.parts, self.spec = parts, parts.runner.spec
         self.pool = BlockPool(parts.num_blocks + 1)
         self.windows = window_group(self.spec, shape["budget"])
-        groups = [each for each in (self.windows, state_group(self.spec)) if each is not None]
+        states = state_group(self.spec) if shape["sharing"] else None
+        groups = [each for each in (self.windows, states) if each is not None]
         radix = RadixCache(
             self.pool, size, shape.get("policy", "lru"), columns=[each.column for each in groups]
         )
@@ -197,9 +218,24 @@ class Engine:
         )
         if shape.get("paces"):
             self.loop._throttle = PrefillThrottle(budget)
-        self.loop._step_runner._masks = InlineMasks(self.spec.vocab_size)
+        self._work, self._step_runner = Work(), self.loop._step_runner
+        self._step_runner._run_forward = self._run_forward
+        self._step_runner._masks = InlineMasks(self.spec.vocab_size)
         self._taken = Hostages()
         self.kv.check = self._check_kv
+
+    def _run_forward(self, inputs: BatchInputs) -> Any:
+        self._work.add(inputs)
+        # It is looked up in the class, where tests put faults.
+        return type(self._step_runner)._run_forward(self._step_runner, inputs)
+
+    @property
+    def work(self) -> Work:
+        """What the engine has done so far."""
+        found = replace(self._work, messages=self.channel.num_deltas)
+        if (tiers := self.kv.find(KVTiers)) is not None:
+            found.loaded_blocks = sum(each.hits for each in tiers.tier_stats())
+        return found
 
     def turn(self) -> None:
         self.parts.grammars.tick()

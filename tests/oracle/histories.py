@@ -76,12 +76,13 @@ class History:
 
 @dataclass(frozen=True)
 class Stage:
-    """What the histories of a level are drawn from."""
+    """What the histories of a level are drawn from: its models, and options of engines."""
 
-    menu: Menu
+    menus: Mapping[str, Menu]  # by the name of the model
     shapes: Mapping[str, tuple[Any, ...]]  # an engine's options, and the values of each
     without: frozenset[str] = frozenset()  # kinds of events that the level can't have
-    models: frozenset[str] = frozenset()  # the options that choose a model
+    # The options that choose a model, of which "model" is its name
+    models: tuple[str, ...] = ("model",)
     max_requests: int = 6
     max_events: int = 24
 
@@ -99,9 +100,10 @@ class Pool:
 
 
 def draw_pool(rng: random.Random, stage: Stage) -> Pool:
-    model = {name: rng.choice(stage.shapes[name]) for name in sorted(stage.models)}
-    prompts = draw_prompts(rng, stage.menu, POOL_REQUESTS // 3)
-    drawn = (draw_request(rng, stage.menu, rng.choice(prompts)) for _ in range(POOL_REQUESTS))
+    model = {name: rng.choice(stage.shapes[name]) for name in stage.models}
+    menu = stage.menus[model["model"]]
+    prompts = draw_prompts(rng, menu, POOL_REQUESTS // 3)
+    drawn = (draw_request(rng, menu, rng.choice(prompts)) for _ in range(POOL_REQUESTS))
     return Pool(model, tuple(drawn))
 
 

@@ -7,10 +7,9 @@ from pathlib import Path
 from engine.core import faults
 from engine.core.faults import Fault
 from engine.runtime.speculation.drafts import Speculation
-from engine.runtime.tiers.kv_tiers import KVTiers
 from tests.oracle.asking import Asked, Content
 from tests.oracle.clock import Clock
-from tests.oracle.engines import BrittleTier, Engine
+from tests.oracle.engines import BrittleTier, Engine, Work
 from tests.oracle.histories import Event, History
 from tests.oracle.level import Level
 from tests.oracle.requests import DrawnRequest
@@ -45,6 +44,7 @@ class Outcome:
     num_marked: int = 0  # rows that a fault made not finite
     num_crossed: int = 0  # faults that met a request which makes its own steps fail
     engines: list[Engine] = field(default_factory=list)
+    work: Work = field(default_factory=Work)
 
 
 class Run:
@@ -192,10 +192,12 @@ class Run:
     def _count(self) -> None:
         seen = self.outcome.seen
         for engine in self.outcome.engines:
+            work = engine.work
+            for name, count in vars(work).items():
+                setattr(self.outcome.work, name, getattr(self.outcome.work, name) + count)
+            seen["loads"] += work.loaded_blocks
             seen["preemptions"] += engine.scheduler.num_preemptions
             seen["hits"] += engine.kv.num_hit
-            if (tiers := engine.kv.find(KVTiers)) is not None:
-                seen["loads"] += sum(each.hits for each in tiers.tier_stats())
             if (drafts := engine.scheduler.find(Speculation)) is not None:
                 seen["accepted"] += drafts.num_accepted
                 seen["rejected"] += drafts.num_drafted - drafts.num_accepted

@@ -212,8 +212,7 @@ class Server:
             reading.task.cancel()
 
     async def turn(self) -> None:
-        for client in self.clients[-2:]:  # an engine that was replaced may still run
-            client.turn()
+        self.client.turn()
         self._clock.advance(TURN_S)
         await self.settle(2)
 
@@ -232,9 +231,10 @@ class Server:
 
     async def swap(self) -> None:
         """A new engine takes over all requests."""
-        old, self.link = self.link, self._new_link()
+        old, client, self.link = self.link, self.client, self._new_link()
         await self.link.start()
         old.hand_over(self.link)
+        client.turn()  # what the old engine still sends is for nobody
         await old.stop()
 
     def control(self, action: Any, value: str = "") -> None:

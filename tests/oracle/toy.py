@@ -14,19 +14,25 @@ from tests.oracle.asking import Content
 from tests.oracle.engines import BrittleTier, GivenGrammars, Parts
 from tests.oracle.histories import Shape, Stage
 from tests.oracle.requests import DrawnRequest, Menu
+from tests.oracle.texts import (
+    BAD_WORDS,
+    BREAKERS,
+    OUTPUT,
+    REGEXES,
+    STOP_PATTERNS,
+    STOPS,
+    regex_grammar,
+)
 from tests.oracle.toy_model import (
     CRASH_TOKEN,
     END,
     NAN_TOKEN,
-    OUTPUT,
     SITES,
-    TEXT,
+    TEXTS,
     WIDTH,
     ToyEncoder,
     WholeToyRunner,
-    compile_now,
     read_adapter,
-    regex_grammar,
 )
 from tests.support.files.lora_files import InlinePlaces
 from tests.support.toy_engine.engine import GuessingRunner
@@ -40,11 +46,11 @@ MENU = Menu(
     max_tokens=9,
     tokens=(*range(9), 18, 20),
     ends=(END,),
-    stops=("ab", "b\n", "é", "1a", "aa", "}}"),
-    stop_patterns=("(ab|ba)+c", "[12]{2}"),
-    bad_words=("ab", "b", "1 2", "cc"),
-    breakers=("\n", "b"),
-    grammars=("(ab|ba|é)+c", "a{3}b?", '("[ab1]*",? ?)+', "[ab]{2,12}(12)?", "1(2|1)* c"),
+    stops=STOPS,
+    stop_patterns=STOP_PATTERNS,
+    bad_words=BAD_WORDS,
+    breakers=BREAKERS,
+    grammars=REGEXES,
     num_tools=1,
     has_reasoning=True,
     adapters=("red", "green", "blue"),
@@ -67,7 +73,7 @@ SHAPES = {
     "paces": (True, False),
     "policy": ("lru", "lfu", "fifo"),
     "has_tier": (True, False),
-    "kind": ("plain", "plain", "plain", "window", "state"),
+    "model": ("plain", "plain", "plain", "window", "state"),
     "window": (3, 6, 17),
     "grammar_delay": (0, 0, 3),
 }
@@ -75,19 +81,20 @@ SHAPES = {
 
 class ToyLevel:
     name = "toy"
-    text, output, tolerance, max_seq_len = TEXT, OUTPUT, 0.0, MAX_SEQ_LEN
+    text, output, tolerance, max_seq_len = TEXTS.model, OUTPUT, 0.0, MAX_SEQ_LEN
     max_follows = 20
     alone: Shape = {
         **{"block_size": 4, "depth": 0, "tight": False, "max_slots": 4, "budget": 256},
-        **{"sharing": False, "kind": "plain", "has_tier": False, "grammar_delay": 0},
+        **{"sharing": False, "model": "plain", "has_tier": False, "grammar_delay": 0},
     }
 
     def __init__(self) -> None:
-        self.stage = Stage(MENU, SHAPES, models=frozenset({"kind", "window"}))
+        menus = dict.fromkeys(SHAPES["model"], MENU)
+        self.stage = Stage(menus, SHAPES, models=("model", "window"))
 
     def alone_in(self, shape: Shape) -> Shape:
         """The shape for a request alone. The kind of the model decides its answers."""
-        return self.alone | {name: shape.get(name, 0) for name in ("kind", "window")}
+        return self.alone | {name: shape.get(name, 0) for name in ("model", "window")}
 
     def parts(self, shape: Shape, longest: int, tier: BrittleTier | None) -> Parts:
         spec = _spec(shape, longest)
@@ -98,7 +105,7 @@ class ToyLevel:
             draft = GuessingRunner(own, shape["guessed"])
         return Parts(
             runner,
-            GivenGrammars(compile_now, shape["grammar_delay"]),
+            GivenGrammars(TEXTS.compile, shape["grammar_delay"]),
             draft=draft,
             images=ImageStore(ToyEncoder(), embed_bytes=8),
             adapters=partial(InlinePlaces, runner, read_adapter, 2, 1),
@@ -153,10 +160,10 @@ def _spec(shape: Shape, longest: int) -> RunnerSpec:
     if not shape["tight"]:
         count += -(-4 * MAX_SEQ_LEN // size)
     spec = RunnerSpec(size, count + 1, 5, MAX_SEQ_LEN, VOCAB, shape["depth"])
-    if shape["kind"] == "window":
+    if shape["model"] == "window":
         window = shape["window"]
         num = min_window_blocks(window, size, 1) + (8 if shape["tight"] else 64) // size
         spec = replace(spec, window=window, num_window_blocks=num + 2)
-    elif shape["kind"] == "state":
+    elif shape["model"] == "state":
         spec = replace(spec, has_state=True, num_checkpoints=4 if shape["tight"] else 16)
     return spec
