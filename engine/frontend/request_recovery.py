@@ -211,6 +211,8 @@ class OpenRequests:
         """Continue a request of another engine here."""
         self._requests[opened.request.request_id] = opened
         opened.stop_waiting()
+        if not opened.choices:
+            return  # its client has not read the whole answer yet
         opened.is_in_engine = False
         if send is not None and _is_suspect(opened):
             self._send = send
@@ -313,7 +315,9 @@ class OpenRequests:
         self._send = None
         accused, self._on_trial = self._on_trial, None
         self._held.clear()
-        inside = [opened for opened in self._requests.values() if opened.is_in_engine]
+        # A request without open choices has its whole answer, which its client has not read yet.
+        open_here = [opened for opened in self._requests.values() if opened.choices]
+        inside = [opened for opened in open_here if opened.is_in_engine]
         if len(inside) == 1:
             accused = inside[0]
         for opened in inside:

@@ -1,6 +1,6 @@
 """Checks random histories, and prints one line of JSON.
 
-Each failing history is made small and printed. Its seed can be kept in `failing.jsonl`.
+Each failing history is made small and printed, also as a line to keep in `failing.jsonl`.
 
     python -m tests.oracle --level toy --cases 100000 --seed 1
     python -m tests.oracle --level toy --seed 17 --only
@@ -12,6 +12,7 @@ import random
 import sys
 import time
 from collections import Counter
+from typing import Any
 
 from tests.oracle.check import Oracle
 from tests.oracle.histories import POOL_HISTORIES, History, draw_history, draw_pool
@@ -36,11 +37,15 @@ def failing(oracle: Oracle, history: History, seed: int) -> list[str]:
 def explained(oracle: Oracle, seed: int) -> str:
     """A small history that fails like that of the seed, and what is wrong with it."""
     small = shrunk(drawn(oracle, seed), lambda each: bool(failing(oracle, each, seed)))
-    wrong = "\n  ".join(failing(oracle, small, seed))
-    return f"seed {seed} of level {oracle.level.name}\n{small}\n  {wrong}"
+    wrong = failing(oracle, small, seed)
+    kept = {"level": oracle.level.name, "was": wrong[0], "history": small.to_json()}
+    told = "\n  ".join(wrong)
+    return f"seed {seed} of level {oracle.level.name}\n{small}\n  {told}\n{json.dumps(kept)}"
 
 
-def run(level: str, cases: int, first_seed: int, *, shrinks: bool = True) -> dict[str, object]:
+def run(
+    level: str, cases: int, first_seed: int, *, shrinks: bool = True, enough: int = ENOUGH_FAILURES
+) -> dict[str, Any]:
     """Check histories, until enough of them have failed."""
     oracle, seen, failures = Oracle(LEVELS[level]()), Counter[str](), list[int]()
     began, done = time.perf_counter(), 0
@@ -52,7 +57,7 @@ def run(level: str, cases: int, first_seed: int, *, shrinks: bool = True) -> dic
             failures.append(seed)
             if shrinks:
                 print(explained(oracle, seed), file=sys.stderr, flush=True)
-        if len(failures) >= ENOUGH_FAILURES:
+        if len(failures) >= enough:
             break
     oracle.close()
     return {

@@ -50,7 +50,7 @@ class Oracle:
             outcome = self._run(history, submitted, seed)
         finally:
             logging.disable(before)
-        wrong = [*outcome.wrong, *judged(submitted, outcome)]
+        wrong = [*outcome.wrong, *judged(submitted, outcome, self.level.tolerance)]
         return Report(wrong + [*excess(history, submitted, outcome)], outcome.seen)
 
     def _run(self, history: History, submitted: list[Submitted], seed: str) -> Outcome:
@@ -116,7 +116,7 @@ def _prediction(each: Submitted, rng: random.Random) -> tuple[int, ...]:
     return tuple(token if rng.random() < share else rng.choice(answer) for token in answer)
 
 
-def judged(submitted: list[Submitted], outcome: Outcome) -> Iterator[str]:
+def judged(submitted: list[Submitted], outcome: Outcome, tolerance: float) -> Iterator[str]:
     """What is wrong with the results of a history, one line for each."""
     pardons = Counter(
         nonfinite=outcome.num_marked,
@@ -130,7 +130,7 @@ def judged(submitted: list[Submitted], outcome: Outcome) -> Iterator[str]:
         elif result.error is not None and result.error != each.alone.error:
             found = list(_failure(each, result, pardons))
         else:
-            found = list(_success(each, result, outcome))
+            found = list(_success(each, result, outcome, tolerance))
         found += broken_timelines(result.timelines)
         yield from (f"request {index}: {told}" for told in found)
 
@@ -158,8 +158,8 @@ _REASONS = {
 }
 
 
-def _success(each: Submitted, result: Result, outcome: Outcome) -> Iterator[str]:
-    yield from differences(each.alone, result, 0.0)
+def _success(each: Submitted, result: Result, outcome: Outcome, tolerance: float) -> Iterator[str]:
+    yield from differences(each.alone, result, tolerance)
     if each.num_overdue > OVERDUE_TURNS:
         yield f"it ran for {each.num_overdue} turns after its deadline"
     usage = result.usage

@@ -12,6 +12,8 @@ from tests.oracle.histories import History, Shape
 from tests.oracle.run import Outcome, Submitted
 
 CALM = frozenset({"submit", "turns"})
+# Models that can't go on from each block of a prompt
+NOT_WHOLE = ("window", "state", "ministral", "lfm2")
 # Tokens that an engine computes until it hears that the frontend has found a stop string
 LATE_STOP = 3
 
@@ -21,7 +23,9 @@ def excess(history: History, submitted: list[Submitted], outcome: Outcome) -> It
     shape, sent = history.shape, [submitted[index] for index in outcome.results]
     yield from _too_much_cached(shape, submitted, outcome)
     is_poisoned = any(each.drawn["poison"] or each.alone.error for each in sent)
-    is_plain = shape["model"] == "plain" or not shape["sharing"]
+    is_plain = (
+        shape["model"] not in ("window", "state", "ministral", "lfm2") or not shape["sharing"]
+    )
     if history.kinds <= CALM and is_plain and not shape["tight"] and not is_poisoned:
         outcome.seen["calm"] += 1
         yield from _exceeded(outcome.work, _most(shape, sent, outcome))

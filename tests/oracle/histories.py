@@ -83,7 +83,7 @@ class Stage:
     without: frozenset[str] = frozenset()  # kinds of events that the level can't have
     # The options that choose a model, of which "model" is its name
     models: tuple[str, ...] = ("model",)
-    max_requests: int = 6
+    max_requests: int = 7
     max_events: int = 24
 
 
@@ -119,6 +119,9 @@ def draw_history(rng: random.Random, stage: Stage, pool: Pool) -> History:
     for _ in range(rng.randint(0, stage.max_events)):
         kind = rng.choices(list(kinds), list(kinds.values()))[0]
         events.insert(rng.randint(0, len(events)), _event(rng, kind, count))
+    if len(kinds) > 1 and rng.random() < 0.5:  # an engine dies while all of them may run
+        last = max(index for index, each in enumerate(events) if each[0] == "submit")
+        events[last + 1 : last + 1] = [("turns", rng.randint(1, 7)), _event(rng, "kill", count)]
     return History(shape, tuple(requests), tuple(events))
 
 

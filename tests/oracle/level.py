@@ -1,6 +1,7 @@
 """What a level gives to the oracle: a model, its texts, and what its requests can ask for."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from engine.core.parsing.output import OutputFormat
@@ -45,5 +46,15 @@ def _toy() -> Level:
     return ToyLevel()
 
 
-# By name. A model is loaded when its level is made.
-LEVELS: dict[str, Callable[[], Level]] = {"toy": _toy}
+def _tiny(framework: str, tolerance: float) -> Level:
+    from tests.oracle.tiny import TinyLevel
+
+    return TinyLevel(framework, tolerance)
+
+
+# By name. A level loads its models when it needs them.
+LEVELS: dict[str, Callable[[], Level]] = {
+    "toy": _toy,
+    "native": partial(_tiny, "native", 0.0),
+    "torch": partial(_tiny, "torch", 1e-3),
+}

@@ -191,12 +191,12 @@ FEATURES: dict[str, Feature] = {
     "top_k": Feature(0.08, lambda rng, menu: {"top_k": rng.choice([1, 3, 10])}),
     "top_p": Feature(0.08, lambda rng, menu: {"top_p": rng.choice([0.2, 0.6, 0.9])}),
     "min_p": Feature(0.08, lambda rng, menu: {"min_p": rng.choice([0.01, 0.1, 0.5])}),
-    "penalties": Feature(0.2, _penalties),
+    "penalties": Feature(0.25, _penalties),
     "logit_bias": Feature(0.08, _bias),
-    "mirostat": Feature(0.08, _mirostat),
-    "dry": Feature(0.08, _dry),
+    "mirostat": Feature(0.12, _mirostat),
+    "dry": Feature(0.12, _dry),
     "xtc": Feature(
-        0.05, lambda rng, menu: {"xtc_probability": 0.5, "xtc_threshold": rng.choice([0.02, 0.05])}
+        0.08, lambda rng, menu: {"xtc_probability": 0.5, "xtc_threshold": rng.choice([0.02, 0.05])}
     ),
     "typical_p": Feature(0.05, lambda rng, menu: {"typical_p": rng.choice([0.3, 0.6])}),
     "top_n_sigma": Feature(0.05, lambda rng, menu: {"top_n_sigma": rng.choice([0.5, 0.9])}),
@@ -234,7 +234,7 @@ FEATURES: dict[str, Feature] = {
     "reasoning": Feature(0.1, _if("has_reasoning", True), is_sampling=False, excludes=("echo",)),
     "adapter": Feature(0.2, _of("adapters"), is_sampling=False),
     "steering": Feature(0.1, _steering, is_sampling=False),
-    "captures": Feature(0.12, _captures, is_sampling=False),
+    "captures": Feature(0.12, _captures, is_sampling=False, excludes=("n",)),
     "image": Feature(0.1, _image, is_sampling=False, excludes=("echo",)),
     # The share of the expected answer that is right
     "prediction": Feature(0.2, _one([1.0, 0.8, 0.0]), is_sampling=False, is_result=False),

@@ -29,7 +29,7 @@ class Submitted:
     content: Content
     asked: Asked
     alone: Result
-    at: float | None = None  # when it was submitted
+    at: float | None = None  # when the engine read it
     num_overdue: int = 0  # turns in which it was open after its deadline
 
 
@@ -80,7 +80,6 @@ class Run:
 
     async def _submit(self, index: int) -> None:
         each = self._submitted[index]
-        each.at = self._clock.now
         self._server.submit(each.asked.request, each.asked.prepared, each.drawn)
         await self._server.settle(1)
 
@@ -89,12 +88,13 @@ class Run:
             await self._turn()
 
     async def _turn(self) -> None:
+        is_prompt = not self._server.client.late_turns and not self._server.client.frozen_turns
         await self._server.turn()
-        for each, reading in self._open():
+        for each, reading in self._open() if is_prompt else ():
+            each.at = self._clock.now if each.at is None else each.at
             limit = each.drawn["deadline"]
-            is_prompt = not self._server.client.late_turns and not self._server.client.frozen_turns
-            if limit is not None and each.at is not None and is_prompt:
-                each.num_overdue += self._clock.now > each.at + limit and not reading.task.done()
+            if limit is not None and each.drawn["reader"] != "slow" and not reading.task.done():
+                each.num_overdue += self._clock.now > each.at + limit
 
     def _open(self) -> list[tuple[Submitted, Reading]]:
         readings = self._server.readings
