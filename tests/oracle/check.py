@@ -93,6 +93,8 @@ class Oracle:
         alone = replace(each, drawn=drawn, asked=asked)
         outcome = self._run(history, [alone], "alone")
         alone.alone = outcome.results[0]
+        if (bug := alone.alone).error == "BUG":
+            outcome.wrong.append(bug.message)
         wrong = outcome.wrong + [*unusual_alone(alone, shape, outcome)]
         assert not wrong, f"{wrong} in {history}"
         return outcome.results[0]

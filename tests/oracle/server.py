@@ -4,7 +4,7 @@ drives, kills, replaces and stops.
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from engine.backends.process import RestartPolicy
@@ -121,26 +121,27 @@ class Reading:
         self._gate = asyncio.Event()
         self._is_slow = reader == "slow"
         read = self._feed if reader is None else self._iterate
-        self.task = asyncio.get_running_loop().create_task(read())
-        self.was_cancelled = False
+        self.task = asyncio.get_running_loop().create_task(self._read(read))
 
-    async def _feed(self) -> None:
+    async def _read(self, read: Callable[[], Awaitable[None]]) -> None:
         try:
-            await self._generation.feed(self.result.take)
+            await read()
         except EngineError as error:
             self.result.error, self.result.message = error.error_code, error.message
+        except Exception as error:
+            self.result.error, self.result.message = "BUG", f"{type(error).__name__}: {error}"
+
+    async def _feed(self) -> None:
+        await self._generation.feed(self.result.take)
 
     async def _iterate(self) -> None:
         count = 0
-        try:
-            async for event in self._generation:
-                self.result.take(event)
-                count += 1
-                if self._is_slow and count % SLOW_EVENTS == 0:
-                    self._gate.clear()
-                    await self._gate.wait()
-        except EngineError as error:
-            self.result.error, self.result.message = error.error_code, error.message
+        async for event in self._generation:
+            self.result.take(event)
+            count += 1
+            if self._is_slow and count % SLOW_EVENTS == 0:
+                self._gate.clear()
+                await self._gate.wait()
 
     def go_on(self) -> None:
         """A slow client reads again."""
@@ -149,7 +150,6 @@ class Reading:
     async def cancel(self) -> None:
         if self.task.done():
             return
-        self.was_cancelled = True
         self.task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self.task

@@ -44,9 +44,9 @@ WIDTH = tiny_models.COMMON["hidden_size"]
 STEERED = "blocks.0.hook_resid_post"
 SITES = ("blocks.0.hook_resid_pre", "blocks.1.mlp.hook_post", "blocks.2.hook_resid_post")
 _REST = tuple(bytes([code]) for code in b"defghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
-_OTHERS = tuple(f"w{n}".encode() for n in range(tiny_models.VOCAB - FIRST - 71))
-_SPECIAL = (b"<pad>", b"<s>", b"</s>")
-TEXTS = TokenTexts((*_SPECIAL, *LITERALS, *_REST, *_OTHERS), frozenset(range(FIRST)), end=2)
+_KNOWN = (b"<pad>", b"<s>", b"</s>", *LITERALS, *_REST)
+_OTHERS = tuple(f"w{n}".encode() for n in range(tiny_models.VOCAB - len(_KNOWN)))
+TEXTS = TokenTexts((*_KNOWN, *_OTHERS), frozenset(range(FIRST)), end=2)
 MENU = Menu(
     num_words=NUM_WORDS,
     max_prompt=40,
