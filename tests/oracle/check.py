@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from engine.core.errors import InferenceError, RequestTimeoutError
+from engine.core.errors import InferenceError, InvalidRequestError, RequestTimeoutError
 from engine.core.interfaces.request import GenerateRequest
 from tests.oracle.asking import ask
 from tests.oracle.clock import given_clock
@@ -142,7 +142,7 @@ def _failure(each: Submitted, result: Result, pardons: Counter[str]) -> Iterator
     reason = ""
     if result.error == RequestTimeoutError.code and each.drawn["deadline"] is not None:
         reason = "deadline"
-    elif result.error == InferenceError.code:
+    elif result.error in (InferenceError.code, InvalidRequestError.code):
         reason = _REASONS.get(result.message, "")
     if reason == "deadline":
         pass
@@ -155,6 +155,8 @@ def _failure(each: Submitted, result: Result, pardons: Counter[str]) -> Iterator
 
 _REASONS = {
     "The model produced non-finite values for this request.": "nonfinite",
+    "interp.edit: with these edits, the model produced non-finite values; use smaller vectors and"
+    " scales.": "nonfinite",
     "The engine failed on this request.": "crossed",
     "The engine died each time it ran this request.": "deaths",
 }

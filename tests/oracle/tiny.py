@@ -195,11 +195,18 @@ def _loaded(framework: str, name: str, folder: Path) -> Loaded:
         loaded.encoder = entry.build_image_encoder(source, config)
     if name == "llama":
         # The draft model has fewer layers, fewer slots than most engines, and a small cache.
-        fewer = replace(source.config, num_layers=source.config.num_layers - 1)
         small = replace(config, num_blocks=12, max_slots=3)
-        loaded.draft = entry.build_runner(replace(source, config=fewer), small)
+        loaded.draft = entry.build_runner(open_model(_without_last_layer(folder)), small)
         loaded.adapters = {}
         for rank in map(int, MENUS[name].adapters):
             files = peft_folder(folder / str(rank), _LORA, rank=rank, seed=rank, std=0.4)
             loaded.adapters[str(rank)] = open_adapter(files, source.config)
     return loaded
+
+
+def _without_last_layer(folder: Path) -> Path:
+    model = tiny_models.make("llama")
+    model.model.layers = model.model.layers[:-1]
+    model.config.num_hidden_layers = len(model.model.layers)
+    model.save_pretrained(folder / "draft")
+    return folder / "draft"

@@ -23,7 +23,7 @@ from engine.core.interfaces.request import (
 )
 from engine.core.store import adapter_store
 from engine.runtime.groups.adapter_slots import AdapterSlots
-from engine.runtime.model_runner import AdapterRunner, RunnerSpec
+from engine.runtime.model_runner import AdapterRunner
 from engine.runtime.requests.new_sequences import namespace_of
 from tests.support.files.gguf_files import tiny_config
 from tests.support.files.lora_files import PREFIX, peft_folder
@@ -279,13 +279,11 @@ def test_stored_adapters_are_listed_by_base_model(
 
 def test_runners_without_adapter_support_refuse_adapters() -> None:
     from engine.tinygrad.execution.runner import TinygradRunner
-    from tests.property.schedule_engine import Engine, Shape
-    from tests.support.toy_engine.runner import VOCAB, ToyRunner
+    from tests.support.toy_engine.engine import ToyEngine
 
     assert not hasattr(TinygradRunner, "set_adapter")
-    toy = ToyRunner(RunnerSpec(4, 65, 5, 64, VOCAB, depth=0))
-    assert not isinstance(toy, AdapterRunner)
-    engine = Engine(toy, Shape(16, 2, 16))
+    engine = ToyEngine(num_blocks=16, block_size=4, max_slots=2)
+    assert not isinstance(engine.runner, AdapterRunner)
     replies: list[Any] = []
     engine.channel.send = replies.append  # type: ignore[method-assign]
     engine.channel.inbox.append(Control(1, "load_adapter", "/x"))
