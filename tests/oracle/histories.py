@@ -7,7 +7,7 @@ a failing one can be kept and replayed.
 import json
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tests.oracle.requests import DrawnRequest, Menu, draw_prompts, draw_request
@@ -78,11 +78,11 @@ class History:
 class Stage:
     """What the histories of a level are drawn from: its models, and options of engines."""
 
-    menus: Mapping[str, Menu]  # by the name of the model
+    menu: Menu
     shapes: Mapping[str, tuple[Any, ...]]  # an engine's options, and the values of each
     without: frozenset[str] = frozenset()  # kinds of events that the level can't have
-    # The options that choose a model, of which "model" is its name
-    models: tuple[str, ...] = ("model",)
+    models: tuple[str, ...] = ()  # the options that choose a model, of which "model" is its name
+    menus: Mapping[str, Menu] = field(default_factory=dict)  # of models with menus of their own
     max_requests: int = 7
     max_events: int = 24
 
@@ -99,18 +99,27 @@ class Pool:
     requests: tuple[DrawnRequest, ...]
 
 
-def draw_pool(rng: random.Random, stage: Stage) -> Pool:
+def draw_pool(
+    rng: random.Random,
+    stage: Stage,
+    num_prompts: int = POOL_REQUESTS // 3,
+    num_requests: int = POOL_REQUESTS,
+) -> Pool:
     model = {name: rng.choice(stage.shapes[name]) for name in stage.models}
-    menu = stage.menus[model["model"]]
-    prompts = draw_prompts(rng, menu, POOL_REQUESTS // 3)
-    drawn = (draw_request(rng, menu, rng.choice(prompts)) for _ in range(POOL_REQUESTS))
+    menu = stage.menus.get(model.get("model", ""), stage.menu)
+    prompts = draw_prompts(rng, menu, num_prompts)
+    drawn = (draw_request(rng, menu, rng.choice(prompts)) for _ in range(num_requests))
     return Pool(model, tuple(drawn))
 
 
-def draw_history(rng: random.Random, stage: Stage, pool: Pool) -> History:
-    """A history. A quarter of them are calm: requests come and go, and nothing goes wrong."""
-    shape = {name: rng.choice(values) for name, values in stage.shapes.items()} | pool.model
+def draw_history(rng: random.Random, stage: Stage, pool: Pool | None = None) -> History:
+    """A history. A quarter of them are calm: requests come and go, and nothing goes wrong. Without
+    a pool, it has requests of its own.
+    """
+    shape = {name: rng.choice(values) for name, values in stage.shapes.items()}
     count = rng.randint(1, stage.max_requests)
+    pool = pool or draw_pool(rng, stage, max(1, count - rng.randint(0, 2)), count)
+    shape |= pool.model
     requests = [_request(rng, pool, index) for index in range(count)]
     kinds = {name: weight for name, weight in KINDS.items() if name not in stage.without}
     if rng.random() < 0.25:

@@ -36,6 +36,7 @@ class Menu:
     images: tuple[str, ...] = ()
     poisons: tuple[str, ...] = ()  # ways in which a prompt makes its own request fail
     has_deadlines: bool = False
+    chances: Mapping[str, float] = field(default_factory=dict)  # of features, if not the usual ones
     pools: bool = False  # embeddings of prompts
     apis: tuple[str, ...] = ()  # in which a request may be sent
 
@@ -191,12 +192,12 @@ FEATURES: dict[str, Feature] = {
     "top_k": Feature(0.08, lambda rng, menu: {"top_k": rng.choice([1, 3, 10])}),
     "top_p": Feature(0.08, lambda rng, menu: {"top_p": rng.choice([0.2, 0.6, 0.9])}),
     "min_p": Feature(0.08, lambda rng, menu: {"min_p": rng.choice([0.01, 0.1, 0.5])}),
-    "penalties": Feature(0.25, _penalties),
+    "penalties": Feature(0.2, _penalties),
     "logit_bias": Feature(0.08, _bias),
-    "mirostat": Feature(0.12, _mirostat),
-    "dry": Feature(0.12, _dry),
+    "mirostat": Feature(0.08, _mirostat),
+    "dry": Feature(0.08, _dry),
     "xtc": Feature(
-        0.08, lambda rng, menu: {"xtc_probability": 0.5, "xtc_threshold": rng.choice([0.02, 0.05])}
+        0.05, lambda rng, menu: {"xtc_probability": 0.5, "xtc_threshold": rng.choice([0.02, 0.05])}
     ),
     "typical_p": Feature(0.05, lambda rng, menu: {"typical_p": rng.choice([0.3, 0.6])}),
     "top_n_sigma": Feature(0.05, lambda rng, menu: {"top_n_sigma": rng.choice([0.5, 0.9])}),
@@ -262,7 +263,7 @@ def draw_request(rng: random.Random, menu: Menu, prompt: tuple[int, ...]) -> Dra
     """A request with this prompt. Each feature is drawn on its own, so every pair meets."""
     drawn: dict[str, Value] = {}
     for name, feature in FEATURES.items():
-        if rng.random() >= feature.chance:
+        if rng.random() >= menu.chances.get(name, feature.chance):
             continue
         if any(name in FEATURES[other].excludes or other in feature.excludes for other in drawn):
             continue

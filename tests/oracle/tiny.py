@@ -59,6 +59,7 @@ MENU = Menu(
     breakers=BREAKERS,
     grammars=REGEXES,
     num_tools=1,
+    chances={"penalties": 0.25, "mirostat": 0.12, "dry": 0.12, "xtc": 0.08},
     has_reasoning=True,
     has_deadlines=True,
 )
@@ -110,7 +111,7 @@ class TinyLevel:
 
     def __init__(self, framework: str, tolerance: float) -> None:
         self.name, self.tolerance = framework, tolerance
-        self.stage = Stage(MENUS, SHAPES)
+        self.stage = Stage(MENU, SHAPES, models=("model",), menus=MENUS)
         self._loaded: dict[str, Loaded] = {}
 
     def alone_in(self, shape: Shape) -> Shape:

@@ -52,6 +52,7 @@ MENU = Menu(
     breakers=BREAKERS,
     grammars=REGEXES,
     num_tools=1,
+    chances={"penalties": 0.25, "mirostat": 0.12, "dry": 0.12, "xtc": 0.08},
     has_reasoning=True,
     adapters=("red", "green", "blue"),
     steerings=("up", "down"),
@@ -89,8 +90,7 @@ class ToyLevel:
     }
 
     def __init__(self) -> None:
-        menus = dict.fromkeys(SHAPES["model"], MENU)
-        self.stage = Stage(menus, SHAPES, models=("model", "window"))
+        self.stage = Stage(MENU, SHAPES, models=("model", "window"))
 
     def alone_in(self, shape: Shape) -> Shape:
         """The shape for a request alone. The kind of the model decides its answers."""

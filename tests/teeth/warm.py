@@ -23,7 +23,7 @@ from types import CodeType, FunctionType
 
 import pytest
 
-from tests.teeth.mutation import MACHINE, SCHEDULES
+from tests.teeth.mutation import MACHINE, ORACLE
 from tests.teeth.planted import ROOT, Planted, hand_on, install, path_of
 
 CAUGHT, SURVIVED, HUNG, UNTESTED = "caught", "survived", "hung", "untested"
@@ -34,7 +34,7 @@ MIN_CPU_S = 20.0
 MIN_WALL_S = 120.0
 SLOWER = 10.0
 OPTIONS = ("-q", "-n", "0", "-p", "no:cacheprovider")
-MACHINES = (MACHINE, SCHEDULES)  # what is run in place of tests
+MACHINES = (MACHINE, ORACLE)  # what is run in place of tests
 
 
 @dataclass(frozen=True)
