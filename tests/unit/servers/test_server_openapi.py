@@ -1,6 +1,7 @@
 """The documents that describe the server, held against the server."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from openai.types.chat import completion_create_params as chat_params
 
 from engine.core.observability.metrics import Metrics
 from engine.servers.app import create_app
+from engine.servers.fine_tuning.schema import JobListQuery
+from engine.servers.http.listing import Query
 from engine.servers.openai.schema import ChatBody, CompletionBody
 from engine.servers.openapi import BODIES, BODILESS, FORMS, QUERIES, api_routes
 from engine.servers.schema.dialects.parameters import PARAMETERS
@@ -192,3 +195,34 @@ async def test_the_file_upload_form_matches_its_schema() -> None:
     jsonschema.validate({"purpose": "batch", "file": "{}"}, schema)
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate({"purpose": "batch"}, schema)
+
+
+BOUNDS = {
+    "string": {"maxLength"},
+    "integer": {"minimum", "maximum"},
+    "array": {"maxItems"},
+    "object": {"maxProperties"},
+}
+
+
+def is_bounded(schema: dict[str, Any]) -> bool:
+    if "anyOf" in schema:
+        return all(is_bounded(each) for each in schema["anyOf"])
+    if "enum" in schema or schema["type"] in ("boolean", "null"):
+        return True
+    return BOUNDS[schema["type"]] <= schema.keys()
+
+
+def query_models(kind: type[Query] = Query) -> Iterator[type[Query]]:
+    for each in kind.__subclasses__():
+        yield each
+        yield from query_models(each)
+
+
+async def test_every_query_parameter_has_bounds() -> None:
+    await document()  # imports all routes
+    models = list(query_models())
+    assert JobListQuery in models
+    for kind in models:
+        for name, schema in kind.model_json_schema()["properties"].items():
+            assert is_bounded(schema), f"{kind.__name__}.{name}: {schema}"
