@@ -26,7 +26,7 @@ from engine.servers.batches.schema import BatchBody, BatchQuery
 from engine.servers.files import form
 from engine.servers.files.routes import FileQuery, UploadFields
 from engine.servers.files.uploads import CompleteBody, PartFields, UploadBody
-from engine.servers.fine_tuning.schema import EventQuery, JobBody, JobQuery
+from engine.servers.fine_tuning.schema import EventQuery, JobBody, JobListQuery, JobQuery
 from engine.servers.http.errors import LLAMACPP_PATHS, is_anthropic, is_kserve, is_ollama
 from engine.servers.interp.routes import RunBody
 from engine.servers.kserve import schema as kserve
@@ -155,7 +155,7 @@ FORMS: dict[str, tuple[type[BaseModel], str]] = {
 # Maps paths to the query parameters of a GET.
 QUERIES: dict[str, type[BaseModel]] = {
     "/v1/batches": BatchQuery,
-    "/v1/fine_tuning/jobs": JobQuery,
+    "/v1/fine_tuning/jobs": JobListQuery,
     "/v1/fine_tuning/jobs/{job_id}/checkpoints": JobQuery,
     "/v1/fine_tuning/jobs/{job_id}/events": EventQuery,
     "/v1/chat/completions": StoredChatsQuery,

@@ -225,7 +225,7 @@ class TextBody(SamplingBody):
         return ("text_output", *(name for name, is_asked in asked.items() if is_asked))
 
     def params(self, card: ModelCard) -> SamplingParams:
-        return self.sampling(card, self.max_tokens or DEFAULT_TOKENS, None)
+        return self.sampling(card, self.max_tokens, None, default_limit=DEFAULT_TOKENS)
 
 
 # Maps paths to the JSON body of a POST, for the OpenAPI document.

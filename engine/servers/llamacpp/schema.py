@@ -4,6 +4,7 @@ converted by the table of dialects, so only the others are defined here.
 
 from typing import Annotated, Any
 
+import msgspec
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -20,7 +21,6 @@ from engine.servers.openai.embeddings import MAX_INPUTS, VectorsBody
 from engine.servers.openai.schema import ChatPromptBody
 from engine.servers.schema import fields
 from engine.servers.schema.body import SamplingBody
-from engine.servers.schema.dialects.parameters import DEFAULTS
 
 MAX_PROBS = 1024
 MAX_RESPONSE_FIELDS = 128
@@ -158,19 +158,16 @@ class NativeSampling(SamplingBody):
         longest prompt, if it is known. A longer answer ends there, as in llama.cpp. `bias` has the
         biases by token id.
         """
-        preset = {} if card.preset is None else card.preset.parameters
-        missing: dict[str, Any] = {
-            name: preset.get(name, value)
-            for name, value in DEFAULTS["llamacpp"].items()
-            if getattr(self, name) is None
-        }
-        if self.seed == -1:
-            missing["seed"] = None
+        missing: dict[str, Any] = self.missing_defaults("llamacpp", card)
         missing["logit_bias"] = bias
         limit = 1 if self.writes_nothing else self.limit(card)
-        if room is not None and limit is not None:
+        if limit is None:
+            limit = fields.NO_LIMIT
+        elif room is not None:
             limit = min(limit, max(room, 1))
-        return self.model_copy(update=missing).sampling(card, limit, self.n_probs or None)
+        body = self.model_copy(update=missing)
+        params = body.sampling(card, limit, self.n_probs or None)
+        return msgspec.structs.replace(params, seed=None) if self.seed == -1 else params
 
 
 class NativeBody(NativeSampling):

@@ -6,6 +6,7 @@ import math
 import re
 from typing import Annotated, Any
 
+import msgspec
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
 
 from engine.core.interfaces.backend import GrammarSpec, ModelCard
@@ -16,7 +17,6 @@ from engine.servers.openai.embeddings import MAX_DIMENSIONS, MAX_INPUTS, Vectors
 from engine.servers.openai.schema import NumLogprobs
 from engine.servers.schema import fields
 from engine.servers.schema.body import SamplingBody, refused
-from engine.servers.schema.dialects.parameters import DEFAULTS
 from engine.servers.schema.structured import schema_spec
 
 THINKING_LEVELS = ("low", "medium", "high", "max")
@@ -151,25 +151,18 @@ class OllamaGenerationBody(SamplingBody):
         """Sampling parameters for the backend. Those that neither the request nor the model's
         preset sets have Ollama's defaults.
         """
-        preset = {} if card.preset is None else card.preset.parameters
-        kept = {*preset, *card.lacks, *card.emulated}
-        if self.mirostat:
-            kept |= {"top_k", "top_p"}  # mirostat replaces them
-        changed: dict[str, Any] = {
-            name: value
-            for name, value in DEFAULTS["ollama"].items()
-            if getattr(self, name) is None and name not in kept
-        }
-        repetition = self.repetition_penalty or 1.0
-        has_penalties = repetition != 1.0 or self.presence_penalty or self.frequency_penalty
-        if has_penalties and self.repeat_last_n is None:
-            changed["repeat_last_n"] = DEFAULT_WINDOW
-        if self.seed is not None and self.seed < 0:
-            changed["seed"] = None  # a random one
+        changed: dict[str, Any] = self.missing_defaults("ollama", card)
+        limit = self.max_tokens
+        if limit is not None and limit <= 0:
+            limit = fields.NO_LIMIT
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        limit = self.max_tokens if self.max_tokens is not None and self.max_tokens > 0 else None
         body = self.model_copy(update=changed)
-        return body.sampling(card, limit, logprobs, "options.num_predict")
+        params = body.sampling(card, limit, logprobs, "options.num_predict")
+        preset = {} if card.preset is None else card.preset.parameters
+        if params.has_penalties and body.repeat_last_n is None and "repeat_last_n" not in preset:
+            params = msgspec.structs.replace(params, repeat_last_n=DEFAULT_WINDOW)
+        is_random = self.seed is not None and self.seed < 0
+        return msgspec.structs.replace(params, seed=None) if is_random else params
 
 
 class OllamaChatBody(OllamaGenerationBody):

@@ -23,6 +23,8 @@ MAX_DOCUMENTS = 128
 MAX_PREDICTED_PARTS = 1024
 _NO_BEAMS = ("prompt_logprobs", "logprob_token_ids", "include_stop_str_in_output")
 DEFAULT_COMPLETION_TOKENS = 16
+# What to read and change inside the model (`core/interp/spec.py`)
+InterpField = dict[str, Any] | None
 # Parameters that few requests have.
 BEAM_FIELDS = frozenset(BeamBody.__annotations__)
 TOKEN_FIELDS = frozenset(TokenBody.__annotations__)
@@ -78,8 +80,6 @@ class OpenAIBody(SamplingBody):
     timings_per_token: bool | None = None
     return_progress: bool | None = None
     prediction: Prediction | None = None
-    # What to read and change inside the model (`core/interp/spec.py`)
-    interp: dict[str, Any] | None = None
 
     def has_any(self, names: frozenset[str]) -> bool:
         """Whether the client has sent any of these parameters."""
@@ -196,6 +196,7 @@ class ChatBody(EndOfPrompt, TokenBody, BeamBody, OpenAIBody):
     echo: bool | None = None
     documents: Annotated[list[dict[str, Any]], Field(max_length=MAX_DOCUMENTS)] | None = None
     store: bool | None = None
+    interp: InterpField = None
 
     @property
     def choice_of_tools(self) -> tuple[ToolChoice, tuple[dict[str, Any], ...]]:
@@ -261,6 +262,7 @@ class CompletionBody(PromptText, TokenBody, BeamBody, OpenAIBody):
     logprobs: AnyLogprobs | None = None
     echo: bool | None = None
     suffix: str | None = None
+    interp: InterpField = None
 
     @property
     def only_echoes(self) -> bool:
@@ -311,4 +313,5 @@ class GenerateBody(PromptText, SamplingBody):
     structured_outputs: fields.StructuredOutputs = None
 
     def params(self, card: ModelCard) -> SamplingParams:
-        return self.sampling(card, self.max_tokens or DEFAULT_COMPLETION_TOKENS, self.logprobs)
+        limit = DEFAULT_COMPLETION_TOKENS
+        return self.sampling(card, self.max_tokens, self.logprobs, default_limit=limit)

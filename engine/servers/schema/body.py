@@ -28,6 +28,7 @@ from engine.core.interfaces.request import SamplingParams
 from engine.core.interfaces.sampling_fields import Count, SamplingFields
 from engine.servers.http.errors import describe, invalid_request
 from engine.servers.schema import fields
+from engine.servers.schema.dialects.parameters import DEFAULTS
 from engine.servers.schema.dialects.reading import Reading, asks_for_nothing, read_words
 
 MAX_N = 16
@@ -90,7 +91,7 @@ class SamplingBody(SamplingFields):
     top_k: fields.TopK | None = None
     logit_bias: fields.LogitBias = {}
     seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
-    stop: fields.StopStrings = ()
+    stop: fields.StopStrings = None
     stop_token_ids: (
         Annotated[list[fields.TokenId], Field(max_length=fields.MAX_STOP_IDS)] | None
     ) = None
@@ -141,16 +142,20 @@ class SamplingBody(SamplingFields):
         max_tokens: int | None,
         logprobs: int | None,
         limit_name: str = "max_tokens",
+        default_limit: int | None = None,
     ) -> SamplingParams:
-        """The sampling parameters for the backend. If `max_tokens` is None, only the context length
-        limits the answer. `limit_name` is the client's name for `max_tokens`; errors use it.
+        """The sampling parameters for the backend. If `max_tokens` is None, the model's preset
+        limits the answer, or else `default_limit`, or else only the context length. With
+        `fields.NO_LIMIT`, only the context does. `limit_name` is the client's name for
+        `max_tokens`; errors use it.
         """
         body = self
-        if max_tokens is fields.NO_LIMIT:
-            max_tokens = None
         if card.preset is not None:
             body = self._with_defaults(card.preset.parameters)
             max_tokens = max_tokens or card.preset.parameters.get("max_tokens")
+        max_tokens = max_tokens or default_limit
+        if isinstance(max_tokens, fields.NoLimit):
+            max_tokens = None
         if max_tokens is not None and max_tokens > card.max_model_len:
             raise InvalidRequestError(
                 f"{limit_name} is {max_tokens}. This model's maximum context length is"
@@ -179,6 +184,18 @@ class SamplingBody(SamplingFields):
         params = SamplingParams(**body._set_of(_PARAMETERS) | changed)
         return params.named_samplers_only() if params.samplers else params
 
+    def missing_defaults(self, dialect: str, card: ModelCard) -> dict[str, float]:
+        """What the own API of another server uses for parameters that neither the request nor the
+        model's preset sets, and that the backend has.
+        """
+        preset = {} if card.preset is None else card.preset.parameters
+        kept = {*preset, *card.lacks, *card.emulated}
+        return {
+            name: value
+            for name, value in DEFAULTS[dialect].items()
+            if getattr(self, name) is None and name not in kept
+        }
+
     def _set_of(self, names: Iterable[str]) -> dict[str, Any]:
         """The fields of these names that are not null. Lists become tuples."""
         values = ((name, getattr(self, name)) for name in names)
@@ -193,7 +210,7 @@ class SamplingBody(SamplingFields):
         missing = {
             name: value
             for name, value in defaults.items()
-            if name != "max_tokens" and getattr(self, name) in (None, ())
+            if name != "max_tokens" and getattr(self, name) is None
         }
         return self.model_copy(update=missing)
 

@@ -62,8 +62,11 @@ class NoLimit(int):
 NO_LIMIT = NoLimit(-1)
 
 
-def _parse_stop(value: Any) -> tuple[str, ...]:
-    if value is None or value == "":
+def _parse_stop(value: Any) -> tuple[str, ...] | None:
+    """None if nothing is said. An empty text or list says that there are none."""
+    if value is None:
+        return None
+    if value == "":
         return ()
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list):
@@ -298,7 +301,7 @@ LogitBias = Annotated[
     *_parsed(parse_bias, _or_null(_BIAS_SCHEMA, _BIAS_PAIRS_SCHEMA)),
 ]
 StopStrings = Annotated[
-    tuple[str, ...],
+    tuple[str, ...] | None,
     *_parsed(
         _parse_stop,
         _or_null(_STOP_TEXT, {"type": "array", "maxItems": MAX_STOPS, "items": _STOP_TEXT}),

@@ -119,7 +119,7 @@ def _context(
     """Everything that the backend needs besides the prompt: sampling parameters, model, tenant,
     salt and time limits. Also sets fields of the request's log line.
     """
-    _check_params(services, request, card, params)
+    _check_params(services, request, card, body, params)
     principal = principal_of(request)
     record = record_of(request.scope)
     record.completion_id = completion_id
@@ -190,13 +190,17 @@ def note_end_user(request: Request, user: str | None) -> None:
 
 
 def _check_params(
-    services: Services, request: Request, card: ModelCard, params: SamplingParams
+    services: Services,
+    request: Request,
+    card: ModelCard,
+    body: SamplingBody,
+    params: SamplingParams,
 ) -> None:
     """Refuse sampling parameters that the model's backend lacks. Warn about those that it
-    emulates, and about samplers that Mirostat replaces.
+    emulates, and about samplers that Mirostat replaces, if the client has sent them.
     """
     for name in REPLACED_BY_MIROSTAT if params.mirostat else ():
-        if getattr(params, name) != getattr(_DEFAULT_PARAMS, name):
+        if getattr(body, name) not in (None, getattr(_DEFAULT_PARAMS, name)):
             services.warn(request, name, "has no effect, mirostat replaces it")
     if not (card.lacks or card.emulated):
         return

@@ -103,7 +103,8 @@ class SglangGenerateBody(SamplingBody):
         return bool(self.return_logprob) and self.logprob_start_len not in (None, -1)
 
     def params(self, card: ModelCard) -> SamplingParams:
-        limit = self.max_tokens or DEFAULT_TOKENS
         logprobs = (self.top_logprobs_num or 0) if self.return_logprob else None
-        params = self.sampling(card, limit, logprobs, "max_new_tokens")
+        params = self.sampling(
+            card, self.max_tokens, logprobs, "max_new_tokens", default_limit=DEFAULT_TOKENS
+        )
         return msgspec.structs.replace(params, score_prompt=self.scores_prompt)

@@ -32,6 +32,8 @@ _EXCLUDED: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "prompt_logprobs": (),
     "include_stop_str_in_output": (False,),
+    "store": (False,),
+    "interp": (),
 }
 
 

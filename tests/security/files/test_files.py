@@ -192,35 +192,6 @@ def test_uploads_with_other_content_types_are_415(
     assert post(server, PURPOSE + FILE + END, **headers).status_code == 415
 
 
-def test_another_api_key_cannot_see_files_or_batches(tmp_path: Path) -> None:
-    with live_server(server={"api_key": KEY}, storage={"path": tmp_path}) as server:
-        file_id = post(server, PURPOSE + FILE + END).json()["id"]
-        batch = {
-            "input_file_id": file_id,
-            "endpoint": "/v1/chat/completions",
-            "completion_window": "24h",
-        }
-        created = HTTP.post(f"{server.url}/v1/batches", json=batch, headers=BEARER).json()
-    other = {"authorization": "Bearer another-key-altogether-0123456"}
-    settings = {"api_key": "another-key-altogether-0123456"}
-    with live_server(server=settings, storage={"path": tmp_path}) as server:
-        for method, path in (
-            ("GET", f"/v1/files/{file_id}"),
-            ("GET", f"/v1/files/{file_id}/content"),
-            ("DELETE", f"/v1/files/{file_id}"),
-            ("GET", f"/v1/files?after={file_id}"),
-            ("GET", f"/v1/batches/{created['id']}"),
-            ("POST", f"/v1/batches/{created['id']}/cancel"),
-            ("GET", f"/v1/batches?after={created['id']}"),
-        ):
-            answer = HTTP.request(method, server.url + path, headers=other)
-            assert answer.status_code == 404, (method, path, answer.text)
-        for path in ("/v1/files", "/v1/batches"):
-            assert HTTP.get(server.url + path, headers=other).json()["data"] == []
-        refused = HTTP.post(f"{server.url}/v1/batches", json=batch, headers=other)
-        assert refused.status_code == 400 and refused.json()["error"]["param"] == "input_file_id"
-
-
 def test_no_client_can_impersonate_the_servers_own_requests(server: LiveServer) -> None:
     name = "engine.acting_for"
     principal = Principal("")

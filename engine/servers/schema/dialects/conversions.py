@@ -28,16 +28,20 @@ def output_limit(value: Any, where: str, known: Collection[str]) -> dict[str, An
 
 
 def grammar(kind: str) -> Convert:
-    """An output constraint of one of the kinds that `structured_outputs` has."""
+    """An output constraint of one of the kinds that `structured_outputs` has. An empty text is
+    none.
+    """
 
     def convert(value: Any, where: str, known: Collection[str]) -> dict[str, Any]:
-        return {"structured_outputs": parse_constraint(kind, value, where)}
+        return {} if value == "" else {"structured_outputs": parse_constraint(kind, value, where)}
 
     return convert
 
 
 def ollama_format(value: Any, where: str, known: Collection[str]) -> dict[str, Any]:
-    """Ollama's `format` is "json" or a JSON schema."""
+    """Ollama's `format` is "json" or a JSON schema. An empty text means no format."""
+    if value == "":
+        return {}
     if value == "json":
         return {"structured_outputs": parse_constraint("json_object", True, where)}
     if not isinstance(value, dict):

@@ -44,12 +44,15 @@ def read_words(
         word = words.get(name)
         if word is None:
             unknown.append(sent)
-        elif asks_for_nothing(value, word.off):
+        elif value is None:
             continue
         elif word.convert is not None and _applies(word, known):
+            # Also a value that turns something off, because the model's preset may turn it on.
             is_spread = not word.target
             for inner, each in word.convert(value, sent, known).items():
                 pending.append((f"{sent}.{inner}" if is_spread else sent, inner, each))
+        elif asks_for_nothing(value, word.off):
+            continue
         elif word.warning and warns:
             reading.warnings.append((sent, word.warning))
         else:

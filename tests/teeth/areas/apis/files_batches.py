@@ -22,7 +22,7 @@ MUTATIONS = [
         "engine.servers.storage.tables",
         "owner = COALESCE(?, owner)",
         "owner = COALESCE(owner, ?)",
-        "tests/unit/servers/access/test_server_tenants.py::test_batches_and_files_of_another_tenant_are_404",
+        "tests/tables/routes/test_routes.py::test_objects_of_another_tenant_look_like_missing_objects",
     ),
     Mutation(
         "message batches: a page before a batch begins with the newest",
@@ -115,7 +115,7 @@ MUTATIONS = [
         "engine.servers.files.uploads",
         "UPLOADS.find(db, upload_id, owner)",
         "UPLOADS.find(db, upload_id)",
-        "tests/unit/servers/access/test_server_tenants.py::test_batches_and_files_of_another_tenant_are_404",
+        "tests/tables/routes/test_routes.py::test_objects_of_another_tenant_look_like_missing_objects",
     ),
     Mutation(
         "uploads: a part is left in the storage for ever",

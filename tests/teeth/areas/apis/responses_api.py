@@ -43,7 +43,7 @@ MUTATIONS = [
         "engine.servers.storage.objects",
         "FROM responses WHERE id = ? AND owner = ? AND",
         "FROM responses WHERE id = ? AND ? IS NOT NULL AND",
-        "tests/unit/servers/responses/test_server_responses_store.py::test_only_the_owner_sees_a_response",
+        "tests/tables/routes/test_routes.py::test_objects_of_another_tenant_look_like_missing_objects",
     ),
     Mutation(
         "background: a response ends with its client",

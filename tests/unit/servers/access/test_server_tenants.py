@@ -144,35 +144,6 @@ async def test_the_request_timeout_ends_a_backend_that_ignores_it(
     assert answer.status_code == 408
 
 
-async def test_batches_and_files_of_another_tenant_are_404(
-    client: httpx.AsyncClient, keys: dict[str, str]
-) -> None:
-    alice, bob = bearer(keys["alice"]), bearer(keys["bob"])
-    files = {"file": ("in.jsonl", b"{}"), "purpose": (None, "batch")}
-    file_id = (await client.post("/v1/files", files=files, headers=alice)).json()["id"]
-    asked = {"endpoint": "/v1/completions", "completion_window": "24h", "input_file_id": file_id}
-    assert (await client.post("/v1/batches", json=asked, headers=bob)).status_code == 400
-    batch = (await client.post("/v1/batches", json=asked, headers=alice)).json()
-    path = f"/v1/batches/{batch['id']}"
-    for attempt in (
-        client.get(path, headers=bob),
-        client.post(f"{path}/cancel", headers=bob),
-        client.get(f"/v1/batches?after={batch['id']}", headers=bob),
-        client.get(f"/v1/files/{file_id}", headers=bob),
-        client.get(f"/v1/files/{file_id}/content", headers=bob),
-        client.delete(f"/v1/files/{file_id}", headers=bob),
-    ):
-        assert (await attempt).status_code == 404
-    asked = {"filename": "a", "purpose": "batch", "bytes": 1, "mime_type": "text/plain"}
-    upload = (await client.post("/v1/uploads", json=asked, headers=alice)).json()
-    refused = await client.post(f"/v1/uploads/{upload['id']}/cancel", headers=bob)
-    assert refused.status_code == 404
-    for listed in ("/v1/batches", "/v1/files"):
-        assert (await client.get(listed, headers=bob)).json()["data"] == []
-        assert len((await client.get(listed, headers=alice)).json()["data"]) == 1
-    assert (await client.get(path, headers=alice)).json()["status"] == "validating"
-
-
 async def test_item_references_resolve_only_within_the_tenant(
     client: httpx.AsyncClient, backend: FakeBackend, keys: dict[str, str]
 ) -> None:
