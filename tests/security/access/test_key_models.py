@@ -95,7 +95,7 @@ async def send(
     client: httpx.AsyncClient, method: str, path: str, body: Any, **more: Any
 ) -> tuple[int, str]:
     """The status of an answer, and all of its text with the headers."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         answer = await client.request(method, path, json=body, **more)
     return answer.status_code, f"{answer.headers!r}\n{answer.text}"
 

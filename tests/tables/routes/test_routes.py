@@ -149,7 +149,7 @@ def own_ids(row: Row, objects: Ids) -> Ids:
 
 async def answer_to(client: httpx.AsyncClient, row: Row, ids: Ids, asked: str) -> tuple[int, str]:
     """Status and text, without what differs between two answers, and without the `asked` id."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         answer = await client.request(**filled(row, ids))
     return answer.status_code, VARYING.sub("#", answer.text.replace(asked, "?"))
 

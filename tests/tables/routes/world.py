@@ -238,7 +238,7 @@ async def _wait(client: httpx.AsyncClient, path: str, is_done: Callable[[Any], A
 
 
 async def _until(find: Callable[[], Awaitable[Any]]) -> Any:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         while (found := await find()) is None:
             await asyncio.sleep(0.002)
     return found
