@@ -39,9 +39,10 @@ class BeamBody(SamplingBody):
         search, and that the request has.
         """
         if not self.use_beam_search:
-            for name in ("length_penalty", "early_stopping"):
-                if getattr(self, name) not in (None, 1.0, False):
-                    raise problem(name, "is only allowed with use_beam_search")
+            if self.length_penalty not in (None, 1.0):
+                raise problem("length_penalty", "is only allowed with use_beam_search")
+            if self.early_stopping:
+                raise problem("early_stopping", "is only allowed with use_beam_search")
             return
         excluded = [name for name in _EXCLUDED if getattr(self, name)] + list(others)
         if grammar is not None:

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.servers.http.errors import describe, problem
-from engine.servers.openai.completions import chat_ask
+from engine.servers.openai.completions import chat_ask, chat_follow, whole_timings
 from engine.servers.openai.format import chat_body, collect, new_envelope
 from engine.servers.openai.schema import ChatBody
 from engine.servers.openai.token_fields import with_token_params
@@ -80,9 +80,17 @@ def add_batch_chat_routes(app: FastAPI, services: Services) -> None:
                 for each in bodies
             ],
             grammar=body.grammar,
+            follow=chat_follow(services, request, body),
         )
         collected = await collect(pump, len(bodies))
         envelope = new_envelope(completion_id, card)
         return json_bytes(
-            chat_body(envelope, collected, pump.usage, tokens=body.tokens, metadata=body.metadata)
+            chat_body(
+                envelope,
+                collected,
+                pump.usage,
+                tokens=body.tokens,
+                metadata=body.metadata,
+                timings=whole_timings(body, pump),
+            )
         )

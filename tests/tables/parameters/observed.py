@@ -1,5 +1,6 @@
 """A server over a fake backend, and what can be seen of a request there."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -29,6 +30,12 @@ class Seen:
     text: str
     warnings: str
     requests: Sequence[ChatRequest | CompletionRequest]
+    type: str = ""  # the content type
+
+    @property
+    def json(self) -> Any:
+        """The answer; its text if it is not JSON."""
+        return json.loads(self.text) if self.type == "application/json" else self.text
 
     @property
     def context(self) -> Any:
@@ -62,7 +69,8 @@ class Server:
             body = {"model": model} | body
         answer = await self.client.post(endpoint.path.format(model=model), json=body)
         warnings = answer.headers.get("x-engine-warnings", "")
-        return Seen(answer.status_code, answer.text, warnings, list(self.backend.requests))
+        kind = answer.headers.get("content-type", "").partition(";")[0]
+        return Seen(answer.status_code, answer.text, warnings, list(self.backend.requests), kind)
 
 
 def nested(endpoint: Endpoint, given: dict[str, Any]) -> dict[str, Any]:
