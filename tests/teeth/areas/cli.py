@@ -176,7 +176,7 @@ MUTATIONS = [
     Mutation(
         "presets: a default wins over the request",
         "engine.servers.schema.body",
-        'if name != "max_tokens" and getattr(self, name) in (None, ())',
+        'if name != "max_tokens" and getattr(self, name) is None',
         'if name != "max_tokens"',
         "tests/unit/servers/serving/test_presets.py::test_parameters_of_a_request_override_the_preset",
     ),
