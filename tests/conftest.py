@@ -6,6 +6,7 @@ import contextlib
 import gc
 import logging
 import os
+import random
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -79,6 +80,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="with",
         help="whether to run the tests of `make test-integration`",
     )
+    parser.addoption(
+        "--shuffle",
+        metavar="SEED",
+        help="run the files, and the tests of each, in an order that this decides",
+    )
 
 
 def is_integration(path: Path) -> bool:
@@ -96,6 +102,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.option.shuffle is not None:
+        shuffle(items, config.option.shuffle)
     if config.option.integration == "with":
         return
     wanted = config.option.integration == "only"
@@ -105,6 +113,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         split[marked or is_integration(item.path)].append(item)
     items[:] = split[wanted]
     config.hook.pytest_deselected(items=split[not wanted])
+
+
+def shuffle(items: list[pytest.Item], seed: str) -> None:
+    """Tests of a file stay together, as they do in every run of the suite."""
+    rng = random.Random(seed)
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    groups = list(files.values())
+    rng.shuffle(groups)
+    for group in groups:
+        rng.shuffle(group)
+    items[:] = [item for group in groups for item in group]
 
 
 def pytest_collection_finish() -> None:

@@ -109,7 +109,7 @@ PLACES = {
         FaultTarget(f"{_RUNTIME}.loop:StepRunner._run_forward", "inputs.token_ids"),
         FaultTarget("engine.worker.encoder_loop:EncoderLoop._encode"),
     ),
-    "sample": (FaultTarget(f"{_RUNTIME}.batch:BatchBuilder.sampling"),),
+    "sample": (FaultTarget(f"{_RUNTIME}.loop:StepRunner._run_sample"),),
     "wait": (FaultTarget(f"{_RUNTIME}.loop:StepRunner.wait"),),
     "update": (
         FaultTarget(f"{_RUNTIME}.scheduler:Scheduler._confirm_prompt", "seq.tokens"),

@@ -41,6 +41,7 @@ from engine.runtime.model_runner import (
     PendingTokens,
     RemoteRunner,
     RunnerLostError,
+    SamplingInputs,
     StepOutput,
 )
 from engine.runtime.outputs import Progress
@@ -122,7 +123,11 @@ class StepRunner:
         sampling = self._builder.sampling(batch, mask)
         if len(sampling.host_rows):
             sampling = self.compute(self._chain.sample, forwarded.handle, sampling, batch)
-        return self.compute(self._runner.sample, forwarded.handle, sampling)
+        return self.compute(self._run_sample, forwarded.handle, sampling)
+
+    def _run_sample(self, handle: Any, sampling: SamplingInputs) -> PendingTokens:
+        """Starts to sample. Fault injection wraps this method."""
+        return self._runner.sample(handle, sampling)
 
     def wait(self, pending: PendingTokens) -> StepOutput:
         return self.compute(pending.wait)

@@ -24,6 +24,7 @@ from itertools import zip_longest
 import pytest
 
 from tests.teeth import warm
+from tests.teeth.mutation import MACHINE
 from tests.teeth.operators import Mutant, mutants_of
 from tests.teeth.planted import ROOT, Planted, path_of, plant
 from tests.teeth.reach import AT_IMPORT, HOME, Reach, Test, modules, record_of
@@ -180,7 +181,7 @@ def run(swapped: Sequence[Trial], cold: Sequence[Trial], report: Report, more: l
 
     # Files whose collection fails must not end the rest.
     tests = {test.partition("::")[0] for trial in swapped for test in trial.tests}
-    files = sorted(tests - set(warm.MACHINES)) or ["tests/property/test_detokenizer.py"]
+    files = sorted(tests - {MACHINE}) or ["tests/property/test_detokenizer.py"]
     options = [*warm.OPTIONS, "--continue-on-collection-errors", *more]
     if swapped:
         pytest.main([*options, *files], plugins=[Warm(iter(swapped), judge)])

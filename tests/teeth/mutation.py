@@ -1,13 +1,12 @@
 """A mutation: a deliberate bug that the test suite must detect.
 
 It names a piece of a module's source and its replacement. `caught_by` says what detects it: the
-state machine, the oracle on the toy level, or a test given by its node id.
+state machine, or a test given by its node id.
 """
 
 from dataclasses import dataclass
 
 MACHINE = "machine"
-ORACLE = "oracle"
 
 
 @dataclass(frozen=True)

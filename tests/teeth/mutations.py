@@ -2,7 +2,7 @@
 
 from tests.teeth.areas import all_areas
 from tests.teeth.edge_mutations import EDGE
-from tests.teeth.mutation import MACHINE, ORACLE, Mutation
+from tests.teeth.mutation import MACHINE, Mutation
 
 RUNTIME = "engine.runtime"
 
@@ -197,7 +197,7 @@ INVARIANTS = [
         "batch",
         "        self._has_history = [False] * len(self._has_history)\n",
         "",
-        ORACLE,
+        f"{FAULTS}::test_a_failing_batch_stage_fails_no_request",
     ),
     runtime(
         "INV-25 a rollback keeps what was not confirmed",

@@ -266,18 +266,17 @@ def swallowed_error(node: Node, site: Site) -> Iterator[str]:
 
 
 def wrong_default(node: Node, site: Site) -> Iterator[str]:
+    """What is missing is an error, or something else."""
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
         return
-    if node.func.attr in ("get", "pop") and len(node.args) == 2 and not node.keywords:
-        default = node.args[1]
-        value = default.value if isinstance(default, ast.Constant) else None
-        if isinstance(value, bool):
-            other = repr(not value)
-        elif isinstance(value, int):
-            other = "0" if value else "1"
-        else:
-            other = "None" if text(default) != "None" else "0"
-        yield f"{text(node.func)}({text(node.args[0])}, {other})"
+    if node.func.attr not in ("get", "pop") or len(node.args) != 2 or node.keywords:
+        return
+    key, default = (text(each) for each in node.args)
+    if node.func.attr == "pop":
+        yield f"{text(node.func)}({key})"
+        return
+    known = {"True": "False", "False": "True", "None": "0", "0": "1", "1": "0"}
+    yield f"{text(node.func)}({key}, {known.get(default, 'None')})"
 
 
 def wrong_answer(node: Node, site: Site) -> Iterator[str]:

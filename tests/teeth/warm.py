@@ -23,7 +23,7 @@ from types import CodeType, FunctionType
 
 import pytest
 
-from tests.teeth.mutation import MACHINE, ORACLE
+from tests.teeth.mutation import MACHINE
 from tests.teeth.planted import ROOT, Planted, hand_on, install, path_of
 
 CAUGHT, SURVIVED, HUNG, UNTESTED = "caught", "survived", "hung", "untested"
@@ -34,7 +34,6 @@ MIN_CPU_S = 20.0
 MIN_WALL_S = 120.0
 SLOWER = 10.0
 OPTIONS = ("-q", "-n", "0", "-p", "no:cacheprovider")
-MACHINES = (MACHINE, ORACLE)  # what is run in place of tests
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Trial:
 
     name: str
     planted: Planted
-    tests: Sequence[str]  # node ids, also of files and classes; or a name of `MACHINES`
+    tests: Sequence[str]  # node ids, also of files and classes; or `MACHINE`
     seconds: float  # what they take without it
 
 
@@ -152,7 +151,7 @@ def cold(trial: Trial) -> Verdict:
     def work(folder: Path, say: Say) -> None:
         install(trial.planted.module, trial.planted.source)
         hand_on(trial.planted, folder)
-        if trial.tests[0] in MACHINES:
+        if trial.tests[0] == MACHINE:
             _run_machine(trial.tests[0], say)
         else:
             pytest.main([*OPTIONS, *trial.tests], plugins=[Watch(say)])
@@ -211,7 +210,7 @@ class Warm:
         return verdict
 
     def _named(self, test: str) -> list[str]:
-        if test in self._items or test in MACHINES:
+        if test in self._items or test == MACHINE:
             return [test]
         return [name for name in self._items if name.startswith((f"{test}::", f"{test}["))]
 
@@ -220,7 +219,7 @@ class Warm:
             if planted is not None:
                 self._exchange(planted)
                 hand_on(planted, folder)
-            if tests[0] in MACHINES:
+            if tests[0] == MACHINE:
                 _run_machine(tests[0], say)
             else:
                 self._run_items([self._items[name] for name in tests], say)

@@ -150,7 +150,9 @@ def test_a_server_with_a_fault_plan_and_no_guard_does_not_start():
 def eight(**options) -> ToyEngine:
     engine = ToyEngine(max_slots=8, num_blocks=64, budget=16, **options)
     for number, prompt in enumerate(PROMPTS):
-        engine.submit(str(number), prompt, max_tokens=8, presence_penalty=0.5)
+        engine.submit(
+            str(number), prompt, max_tokens=8, presence_penalty=0.5, repetition_penalty=1.5
+        )
     return engine
 
 

@@ -270,16 +270,27 @@ def test_the_prefill_threshold_follows_measured_costs() -> None:
     assert costs.threshold(0.0) == pytest.approx(200, abs=1)
     assert costs.threshold(0.0005) == pytest.approx(400, abs=1), "fetching takes half of it"
     assert costs.threshold(0.002) == MAX_TOKENS, "fetching takes longer than computing"
+    longer_s = costs.patience_s(3000) - costs.patience_s(1000)
+    assert longer_s == pytest.approx(2 * prefill.PATIENCE), "2000 tokens take 2 s"
     fast = PrefillCosts()
     fast.record(1000, compute_s=1.0, total_s=1.001)
     assert fast.threshold(0.0) == MIN_TOKENS
     assert PrefillCosts(99).threshold(1.0) == 99
 
 
-async def test_measured_block_fetch_times_decide_about_prefill_nodes() -> None:
+@pytest.mark.parametrize(
+    ("load_s", "places"),
+    [
+        pytest.param(10.0, ["d"], id="10 ms per token are more than computing takes"),
+        pytest.param(0.2, ["p"], id="0.2 ms are less"),
+    ],
+)
+async def test_measured_block_fetch_times_decide_about_prefill_nodes(
+    load_s: float, places: list[str]
+) -> None:
     cluster = Cluster(min_tokens=None, p="prefill", d="decode")
-    cluster.pool.prefills.costs.record(1000, compute_s=1.0, total_s=1.2)
-    slow = TierStats(name="peers", load_s=10.0, saved_tokens=1000)
-    cluster.links["d"].stats = structs.replace(EngineStats(), tiers=(slow,))
+    cluster.pool.prefills.costs.record(1000, compute_s=1.0, total_s=1.01)
+    fetched = TierStats(name="peers", load_s=load_s, saved_tokens=1000)
+    cluster.links["d"].stats = structs.replace(EngineStats(), tiers=(fetched,))
     cluster.ask()
-    assert cluster.where() == ["d"], "10 ms per token is more than computing takes"
+    assert cluster.where() == places
