@@ -344,3 +344,28 @@ export async function shows_formulas_colours_and_aligned_tables({ page, url, che
   check.deepEqual(await shown.locator("tbody td").evaluateAll((all) => all.map((each) => getComputedStyle(each).textAlign)), ["left", "center", "right"]);
   check.equal(await page.evaluate(() => document.fonts.check("16px KaTeX_Main")), true);
 }
+
+// A PDF file with one page, which has this text.
+function pdfOf(text) {
+  const drawn = `BT /F1 12 Tf 20 100 Td (${text}) Tj ET`;
+  const page = "<< /Type /Page /Parent 2 0 R /MediaBox [0 0 300 200] /Contents 4 0 R /Resources << /Font << /F1 5 0 R >> >> >>";
+  const objects = ["<< /Type /Catalog /Pages 2 0 R >>", "<< /Type /Pages /Kids [3 0 R] /Count 1 >>", page, `<< /Length ${drawn.length} >>\nstream\n${drawn}\nendstream`, "<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>"];
+  return Buffer.from(`%PDF-1.4\n${objects.map((each, index) => `${index + 1} 0 obj\n${each}\nendobj\n`).join("")}trailer << /Root 1 0 R /Size 6 >>\n%%EOF\n`);
+}
+
+export async function attaches_the_text_of_pdfs({ page, url, check }) {
+  await stubChat(page, ["Read."]);
+  await openChat({ page, url });
+  const picker = page.getByLabel("Files to attach");
+  await picker.setInputFiles([
+    { name: "a.pdf", mimeType: "application/pdf", buffer: pdfOf("Words in a file.") },
+    { name: "empty.pdf", mimeType: "application/pdf", buffer: pdfOf("") },
+    { name: "bad.pdf", mimeType: "application/pdf", buffer: Buffer.from("no PDF") },
+  ]);
+  await page.locator(".attached-list li", { hasText: "a.pdf" }).waitFor();
+  await page.locator(".toast", { hasText: "empty.pdf has no text" }).waitFor();
+  await page.locator(".toast", { hasText: "bad.pdf can't be read" }).waitFor();
+  await ask(page, "Read it.");
+  await page.locator(".file summary").click();
+  check.equal(await page.locator(".file pre").innerText(), "Words in a file.");
+}

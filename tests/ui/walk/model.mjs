@@ -95,15 +95,15 @@ export class Model {
   }
 
   answer(tab, parent) {
-    const node = tab.shown.add(parent, { role: "assistant" });
-    return this.#start(tab, node);
+    const node = this.#start(tab, tab.shown.add(parent, { role: "assistant" }));
+    this.#go(tab, node.id);
+    return node;
   }
 
   #start(tab, node) {
     // What holds when a message is sent, holds for its answer, even if the server is down and it waits.
     node.run = { tab, temperature: tab.settings.temperature, system: tab.shown.system, chat: null };
     node.end = "";
-    this.#go(tab, node.id);
     return node;
   }
 
@@ -118,7 +118,7 @@ export class Model {
   }
 
   retry(tab, node) {
-    if (!node.text) {
+    if (!node.text && !tab.shown.children(node.id).length) {
       this.gone.set(node.id, node.parent);
       tab.shown.nodes.delete(node.id);
       this.#settle(tab.shown);
@@ -128,6 +128,7 @@ export class Model {
 
   resume(tab, node) {
     tab.shown.used = ++numUses;
+    this.#go(tab, tab.leaf);
     return this.#start(tab, node);
   }
 

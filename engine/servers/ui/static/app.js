@@ -54,6 +54,7 @@ function Frame() {
       <${ThemeButton} />
       <${IconButton} icon="help" label="Keyboard shortcuts" keys="?" onClick=${() => helpOpen.set(true)} />
     </header>
+    <div>${state === "down" && html`<p class="notice bad strip">The server can't be reached. Trying again…</p>`}</div>
     <${Page} name=${page} />
     ${needed && !closed && html`<${KeyDialog} wrong=${needed === "wrong"} />`}
     ${help && html`<${HelpDialog} />`}

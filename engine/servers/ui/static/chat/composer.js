@@ -8,6 +8,7 @@ import { draft, NOTHING, setDraft } from "./drafts.js";
 import { chat, runs, settings } from "./state.js";
 
 const MAX_FILE = 1_000_000;
+const MAX_PDF = 20_000_000;
 const MAX_IMAGE = 5_000_000;
 const IMAGES = ["image/png", "image/jpeg", "image/webp", "image/gif"];
 
@@ -26,21 +27,43 @@ function dataUrl(file) {
   });
 }
 
+// The text of a file. Throws an error that says why there is none.
+async function textOf(file) {
+  const isPdf = file.type === "application/pdf" || /\.pdf$/i.test(file.name);
+  const most = isPdf ? MAX_PDF : MAX_FILE;
+  if (file.size > most) throw new Error(`${file.name} is larger than ${most / 1e6} MB.`);
+  const text = isPdf ? await textOfPdf(file) : await file.text();
+  if (text.includes("\0") || text.includes("\ufffd")) throw new Error(`${file.name} is not a text file.`);
+  if (text.length > MAX_FILE) throw new Error(`${file.name} has more than ${MAX_FILE / 1e6} million characters.`);
+  return text;
+}
+
+async function textOfPdf(file) {
+  const { pdfText } = await import("../lib/pdf.js");
+  const text = await pdfText(file).catch((error) => {
+    throw new Error(`${file.name} can't be read: ${error.message}`);
+  });
+  if (!text) throw new Error(`${file.name} has no text. Its pages may be pictures.`);
+  return text;
+}
+
+async function imageOf(file) {
+  const blind = blindModels();
+  if (blind.length) throw new Error(`${blind.join(" and ")} can't read images, so ${file.name} was not attached.`);
+  if (!IMAGES.includes(file.type)) throw new Error(`${file.name}: images must be PNG, JPEG, WebP or GIF.`);
+  if (file.size > MAX_IMAGE) throw new Error(`${file.name} is larger than 5 MB.`);
+  return dataUrl(file);
+}
+
 // Reads files into `{ images, files }`. Files that can't be used are refused with a message.
 async function readFiles(given) {
   const found = { images: [], files: [] };
   for (const file of given) {
-    if (file.type.startsWith("image/")) {
-      const blind = blindModels();
-      if (blind.length) toast(`${blind.join(" and ")} can't read images, so ${file.name} was not attached.`);
-      else if (!IMAGES.includes(file.type)) toast(`${file.name}: images must be PNG, JPEG, WebP or GIF.`);
-      else if (file.size > MAX_IMAGE) toast(`${file.name} is larger than 5 MB.`);
-      else found.images.push({ name: file.name, url: await dataUrl(file) });
-    } else if (file.size > MAX_FILE) toast(`${file.name} is larger than 1 MB.`);
-    else {
-      const text = await file.text();
-      if (text.includes("\0") || text.includes("\ufffd")) toast(`${file.name} is not a text file.`);
-      else found.files.push({ name: file.name, text });
+    try {
+      if (file.type.startsWith("image/")) found.images.push({ name: file.name, url: await imageOf(file) });
+      else found.files.push({ name: file.name, text: await textOf(file) });
+    } catch (error) {
+      toast(error.message);
     }
   }
   return found;
@@ -91,6 +114,8 @@ export function Composer({ field }) {
     event.preventDefault();
     attach([...event.dataTransfer.files]);
   };
+  // Stop and Send have keys, which makes them two elements. Else a click on Stop would also submit the form, because its
+  // button becomes Send while the click is handled.
   const placeholder = state === "loading" ? "The model is loading. Write meanwhile; the message is sent when it is ready." : "Write a message";
   return html`<form
     class="composer"
@@ -102,12 +127,12 @@ export function Composer({ field }) {
     <textarea id="composer" ref=${field} rows="1" aria-label="Message" placeholder=${placeholder} value=${text} onInput=${(event) => setDraft(() => ({ text: event.target.value }))} onKeyDown=${onKey} onPaste=${onPaste}></textarea>
     <div class="composer-row">
       <input type="file" class="hidden" multiple ref=${picker} aria-label="Files to attach" onChange=${(event) => (attach([...event.target.files]), (event.target.value = ""))} />
-      <${IconButton} icon="attach" label="Attach files or images" onClick=${() => picker.current.click()} />
+      <${IconButton} icon="attach" label="Attach text, PDFs or images" onClick=${() => picker.current.click()} />
       <${ContextMeter} nodes=${nodes} leaf=${meta.leaf} models=${models} />
       <span class="grow"></span>
       ${running
-        ? html`<button type="button" class="round stop" aria-label="Stop" title="Stop (Esc)" onClick=${() => stop()}><${Icon} name="stop" /></button>`
-        : html`<button class="round" aria-label="Send" title="Send (Enter)" disabled=${isEmpty}><${Icon} name="send" /></button>`}
+        ? html`<button key="stop" type="button" class="round stop" aria-label="Stop" title="Stop (Esc)" onClick=${() => stop()}><${Icon} name="stop" /></button>`
+        : html`<button key="send" class="round" aria-label="Send" title="Send (Enter)" disabled=${isEmpty}><${Icon} name="send" /></button>`}
     </div>
   </form>`;
 }

@@ -6,7 +6,7 @@ import { chatBody, responseBody } from "./request.js";
 import { Run } from "./run.js";
 import { change, changeIn, chat, draftOf, keepDraft, removeQuietly, runs, settings } from "./state.js";
 import { tellWhileItGrows } from "./tabs.js";
-import { newId, newNode } from "./tree.js";
+import { childrenOf, newId, newNode } from "./tree.js";
 
 // After this long without a pause, reading lets the page draw.
 const MAX_TASK_MS = 8;
@@ -81,16 +81,19 @@ export function continueAnswer(node) {
   return runAll([{ model: node.model, made, controller }], node.parent, kept);
 }
 
-// Asks again for an answer that failed. If nothing of it came, the new answer takes its place.
+// Asks again for an answer that failed. If nothing of it came and nothing follows, the new answer takes its place.
 export function retry(node) {
-  if (!node.content && !node.toolCalls?.length) removeQuietly(node.id);
+  const isEmpty = !node.content && !node.toolCalls?.length && !childrenOf(chat.value.nodes, node.id).length;
+  if (isEmpty) removeQuietly(node.id);
   return answer(node.parent);
 }
 
 // `asked` are the models with the answers that each of them writes.
 async function runAll(asked, parent, kept) {
   const all = asked.flatMap(({ made }) => made);
-  change({ leaf: all[0].node.id }, all.map(draftOf));
+  // An answer that is continued may have messages below it, which stay in sight.
+  const leaf = chat.value.nodes.has(all[0].node.id) ? chat.value.meta.leaf : all[0].node.id;
+  change({ leaf }, all.map(draftOf));
   runs.set(new Map([...runs.value, ...all.map((run) => [run.node.id, run])]));
   const { meta, nodes } = chat.value;
   const untell = all.map(tellWhileItGrows);

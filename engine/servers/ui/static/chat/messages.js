@@ -36,7 +36,8 @@ export function Announcer() {
   useEffect(() => {
     const ended = before.current.filter((id) => !active.has(id) && nodes.has(id)).map((id) => nodes.get(id));
     before.current = [...active.keys()];
-    if (ended.length) setText(ended.map((node) => [node.model, node.content, node.error].filter(Boolean).join(": ")).join("\n"));
+    const told = ended.filter((node) => node.content); // a failure is an alert already
+    if (told.length) setText(told.map((node) => `${node.model}: ${node.content}`).join("\n"));
   }, [active]);
   return html`<div class="sr" role="log" aria-live="polite" aria-label="Answers">${text}</div>`;
 }

@@ -246,8 +246,8 @@ export function Markdown({ text, run, onShow }) {
   const view = useRef(null);
   useLayoutEffect(() => {
     const old = view.current;
-    const fits = old && (old.continues(text) || (old.isDone && old.text === text));
-    if (!fits && !(run && old)) {
+    const fits = old && (old.continues(text) || (!run && old.isDone && old.text === text));
+    if (!fits && !(run && old && !old.isDone)) {
       old?.close();
       view.current = new MarkdownView(element.current, onShow);
     }

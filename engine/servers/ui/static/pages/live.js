@@ -14,7 +14,7 @@ export default function Live() {
   return html`<main class="page room" tabindex="0">
     <div class="page-body">
       <h1 class="sr">Live</h1>
-      ${error && html`<p class="notice bad" role="alert">${error.message}</p>`}
+      ${error?.status && html`<p class="notice bad" role="alert">${error.message}</p>`}
       ${!now && !error && html`<p class="empty" role="status">Connecting to the server…</p>`}
       ${now && html`<${Room} now=${now} history=${history} />`}
     </div>

@@ -45,11 +45,11 @@ export default function Requests() {
     <div class="page-body">
       <header class="list-head">
         <h1>Requests</h1>
-        ${data && html`<span class="muted">the last ${count(found.length)}</span>`}
+        ${found.length > 0 && html`<span class="muted">the last ${count(found.length)}</span>`}
         <span class="grow"></span>
         <button type="button" class="btn" aria-pressed=${slowest} onClick=${() => setSlowest(!slowest)}>${slowest ? "Slowest first" : "Newest first"}</button>
       </header>
-      ${error && html`<p class="notice bad" role="alert">${error.message}</p>`}
+      ${error?.status && html`<p class="notice bad" role="alert">${error.message}</p>`}
       ${data && !found.length && html`<p class="empty">No request has ended yet. ${data.kept ? "Send one, and it appears here." : "The server keeps none: set requests.keep."}</p>`}
       <div class="split">
         ${found.length > 0 && html`<${List} requests=${shown} open=${query.id} />`}
