@@ -316,7 +316,8 @@ export async function settings_show_the_values_in_force({ page, url, check }) {
   await openChat({ page, url }, { params: {} });
   await page.keyboard.press("Escape");
   await page.keyboard.press("s");
-  await page.waitForFunction(() => document.querySelector("#param-temperature")?.placeholder === "1");
+  const usual = (await (await fetch(`${url}/v1/models`)).json()).data[0].chat_sampling.temperature;
+  await page.waitForFunction((value) => document.querySelector("#param-temperature")?.placeholder === value, String(usual));
   check.equal(await page.locator("#param-max_tokens").getAttribute("placeholder"), "no limit");
   check.equal(await page.locator("#param-dry_base").getAttribute("placeholder"), "1.75");
 }
