@@ -41,7 +41,6 @@ class Whole:
     reasoning_tokens: int | None = None
     cached_tokens: int | None = None
     answer_id: str | None = None
-    # The offsets of a choice's own tokens, without those of an echoed prompt
     problems: list[str] = field(default_factory=list)
 
     def choice(self, index: int) -> Choice:

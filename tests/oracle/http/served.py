@@ -51,7 +51,7 @@ UNLIKE = frozenset(
     + ("tier_lost", "tier_fails")
 )
 STAGE = Stage(MENU, {}, without=UNLIKE, max_requests=6, max_events=14)
-POOL_MB = 8  # room for a few requests, so that some are preempted
+POOL_MB = 16  # room for a few requests, so that some are preempted
 SHAPES = {f"model.layers.{layer}.self_attn.q_proj": (576, 576) for layer in (0, 7, 20)}
 END_S = 180.0  # within which every request has ended
 TURN_S = 2.0  # for which a history waits for the next tokens at most
@@ -266,7 +266,10 @@ def served_oracle() -> Iterator[ServedOracle]:
     for name in ADAPTERS:
         arguments += ["--lora", f"{name}={adapter_path(name)}"]
     with tempfile.TemporaryDirectory() as folder:
-        env = {"LLM_ENGINE_SERVER__KEYS_FILE": str(write_keys(Path(folder) / "keys.json"))}
+        env = {
+            "LLM_ENGINE_SERVER__KEYS_FILE": str(write_keys(Path(folder) / "keys.json")),
+            "LLM_ENGINE_SERVER__QUEUE_TIMEOUT_S": str(END_S),  # a starved machine is no failure
+        }
         small = ("--memory-pool-size-mb", str(POOL_MB))
         with (
             served_engine(*arguments, *small, env=env) as served,

@@ -2,7 +2,6 @@
 time passes only in steps, so histories are reproducible.
 """
 
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -66,6 +65,10 @@ class _NoChecker:
         pass
 
 
+def _read_adapter(path: Path) -> ToyAdapter:
+    return ToyAdapter(path.name)
+
+
 def new_engine(shape: Shape, clock: Clock) -> Engine:
     spec = RunnerSpec(
         shape["block_size"],
@@ -76,13 +79,12 @@ def new_engine(shape: Shape, clock: Clock) -> Engine:
         shape["depth"],
     )
     runner = TextToyRunner(spec, clock)
-    read: Callable[[Path], ToyAdapter] = lambda path: ToyAdapter(path.name)  # noqa: E731
     parts = Parts(
         runner,
         GivenGrammars(compile_now, shape["grammar_delay"]),
         num_blocks=shape["num_blocks"],
         speculates=shape["speculates"],
-        adapters=partial(InlinePlaces, runner, read, shape["num_adapters"], 1),
+        adapters=partial(InlinePlaces, runner, _read_adapter, shape["num_adapters"], 1),
     )
     return Engine(parts, shape)
 
