@@ -44,12 +44,12 @@ def explained(oracle: Oracle, seed: int) -> str:
 
 
 def run(
-    level: str, cases: int, first_seed: int, *, shrinks: bool = True, enough: int = ENOUGH_FAILURES
+    level: str, seeds: range, *, shrinks: bool = True, enough: int = ENOUGH_FAILURES
 ) -> dict[str, Any]:
-    """Check histories, until enough of them have failed."""
+    """Check the histories of seeds, until enough of them have failed."""
     oracle, seen, failures = Oracle(LEVELS[level]()), Counter[str](), list[int]()
     began, done = time.perf_counter(), 0
-    for seed in range(first_seed, first_seed + cases):
+    for seed in seeds:
         report = oracle.check(drawn(oracle, seed), str(seed))
         done += 1
         seen += report.seen
@@ -65,7 +65,7 @@ def run(
         "histories": done,
         "failures": failures,
         "seconds": round(time.perf_counter() - began, 1),
-        "seed": first_seed,
+        "seed": seeds.start,
         "seen": dict(sorted(seen.items())),
     }
 
@@ -77,7 +77,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", action="store_true", help="this seed alone")
     arguments = parser.parse_args()
-    result = run(arguments.level, 1 if arguments.only else arguments.cases, arguments.seed)
+    cases = 1 if arguments.only else arguments.cases
+    result = run(arguments.level, range(arguments.seed, arguments.seed + cases))
     print(json.dumps(result))
     raise SystemExit(bool(result["failures"]))
 

@@ -37,7 +37,6 @@ class Menu:
     poisons: tuple[str, ...] = ()  # ways in which a prompt makes its own request fail
     has_deadlines: bool = False
     chances: Mapping[str, float] = field(default_factory=dict)  # of features, if not the usual ones
-    pools: bool = False  # embeddings of prompts
     apis: tuple[str, ...] = ()  # in which a request may be sent
 
 

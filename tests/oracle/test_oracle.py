@@ -10,7 +10,7 @@ import pytest
 
 from tests.oracle.__main__ import drawn, run
 from tests.oracle.check import Oracle
-from tests.oracle.histories import History
+from tests.oracle.histories import POOL_HISTORIES, History
 from tests.oracle.level import LEVELS
 
 # Histories that once differed, each with what was wrong
@@ -25,9 +25,18 @@ def kept() -> list[tuple[str, str, History]]:
 
 
 def test_toy_requests_give_what_they_give_alone() -> None:
-    result = run("toy", 300, first_seed=1)
+    result = run("toy", range(1, 301))
     assert not result["failures"], f"python -m tests.oracle --only --seed {result['failures'][0]}"
     assert not [kind for kind in MET if not result["seen"].get(kind)]
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("level", ["native", pytest.param("torch", marks=pytest.mark.integration)])
+def test_tiny_models_requests_give_what_they_give_alone(level: str) -> None:
+    """One history of each of several pools, whose models differ."""
+    result = run(level, range(0, 16 * POOL_HISTORIES, POOL_HISTORIES))
+    assert not result["failures"], (level, result["failures"])
+    assert result["seen"]["revivals"] and result["seen"]["hits"]
 
 
 @pytest.mark.parametrize(("level", "was", "history"), kept())

@@ -286,6 +286,8 @@ class RequestTiming:
     def first_token(self, now: float) -> None:
         self.first_token_at = now
         self._decoding = self._clock.work()
+        if self._preempted is not None:  # the step of the token was launched before the pause
+            self._paused_work = self._decoding
         self._prompt_done = self._clock.waits(now)
 
     def timeline(self, seq: "Sequence", now: float) -> Timeline:
