@@ -174,7 +174,7 @@ def run(swapped: Sequence[Trial], cold: Sequence[Trial], report: Report, more: l
     last = list(cold)
 
     def judge(trial: Trial, verdict: Verdict) -> None:
-        if verdict.outcome == NOT_PLANTED:
+        if verdict.outcome in (NOT_PLANTED, warm.UNTESTED):  # its tests are not collected here
             last.append(trial)
         else:
             report.add(trial.name, verdict)

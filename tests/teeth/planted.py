@@ -35,6 +35,8 @@ def plant(module: str, start: int, end: int, wrong: bytes) -> Planted:
     last = source.count(b"\n", 0, end) + 1
     for function, node in _outermost(ast.parse(source).body, ""):
         if node.body[0].lineno <= line and last <= (node.end_lineno or 0):
+            if any("jit" in ast.unparse(each) for each in node.decorator_list):
+                break  # a compiler has read its source by then
             decorators = [each.lineno for each in node.decorator_list]
             return Planted(module, changed, function, min(decorators, default=node.lineno))
     return Planted(module, changed, None, line)

@@ -198,6 +198,8 @@ def test_a_continued_assistant_message_ends_the_prompt_unchanged(content, ends):
     assert cut.segments == ("assistant\n" + content,) and cut.segments[-1].endswith(ends)
     trimmed = _unfinished(RenderedPrompt(("assistant\n" + content.strip(), 2)), content)
     assert trimmed.segments == ("assistant\n" + content.strip(),)
+    as_text = _unfinished(RenderedPrompt(("assistant\n" + content + "[END]",)), content)
+    assert as_text.segments == ("assistant\n" + content,)
 
 
 @pytest.mark.parametrize("content", ["", " \n"])
