@@ -12,11 +12,13 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi.routing import APIRoute
 
 import engine.servers
 from engine.servers.http.listing import Query
 from engine.servers.openapi import FORMS, QUERIES
 from tests.security.access.test_key_models import VARYING
+from tests.support.fakes.fake_backend import MODEL
 from tests.support.fakes.scripted_trainer import TunedBackend
 from tests.tables.routes.inventory import places_of, routes_of
 from tests.tables.routes.rows import PLAIN, ROWS, Place, Row
@@ -37,6 +39,8 @@ def test_every_route_and_every_place_that_names_something_has_an_expectation(
     app, _ = new_app(tmp_path, TunedBackend())
     routes = routes_of(app)
     assert routes.keys() == ROWS.keys(), "say in rows.py who may call the route"
+    others = {each.path for each in app.routes if not isinstance(each, APIRoute)}
+    assert others == PAGES, "only routes of the class APIRoute ask for a key"
     unknown = {}
     for name, row in ROWS.items():
         if row.access in ("admin", "node"):
@@ -46,6 +50,9 @@ def test_every_route_and_every_place_that_names_something_has_an_expectation(
         if left := {each for each in left if each.removeprefix("?") not in PLAIN}:
             unknown[name] = sorted(left)
     assert not unknown, "say in rows.py whose objects these name, or that they are plain"
+
+
+PAGES = {"/", "/ui/{page}", "/ui/static/{name:path}"}
 
 
 def test_routes_read_their_queries_by_a_class() -> None:
@@ -291,6 +298,29 @@ async def test_lists_have_only_the_objects_of_their_tenant_and_parse_what_they_d
             assert not any(told)
             assert not undescribed
             assert found >= LISTED
+
+
+async def test_every_request_to_a_model_is_its_tenants(tmp_path: Path) -> None:
+    """With the same words of two tenants, no two requests share an owner, a cache or a session."""
+    backend = TunedBackend()
+    app, keys = new_app(tmp_path, backend)
+    reached, shared = [], []
+    for row in ROWS.values():
+        if row.method != "POST" or row.access != "key":
+            continue
+        ids = {each.name: MODEL for each in row.places if each.name[0] == "{"}
+        seen = []
+        for name in ("alice", "bob"):
+            backend.reset()
+            async with client_for(app, keys[name]) as client:
+                await client.request(**filled(row, ids), headers={"x-session-id": "one"})
+            seen += [each.context for each in backend.requests[:1]] or backend.embed_requests[:1]
+        if len(seen) == 2:
+            reached.append(row.name)
+            names = [each for each in ("tenant", "salt", "session") if hasattr(seen[0], each)]
+            shared += [(row.name, n) for n in names if getattr(seen[0], n) == getattr(seen[1], n)]
+    assert not shared
+    assert len(reached) >= 39, reached
 
 
 # Kinds of objects that a list tells.

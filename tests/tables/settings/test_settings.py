@@ -16,7 +16,7 @@ from engine.cli.serve_options import SERVE_FLAGS
 from engine.core.config import ENV_PREFIX, flag_name, load_settings
 from engine.core.config_schema import SECRET_KEYS, Settings, setting_flags, setting_keys
 from engine.core.errors import ConfigError
-from tests.tables.settings.rows import ROWS, Row
+from tests.tables.settings.rows import OTHER_FLAGS, ROWS, Row
 
 KEYS = pytest.mark.parametrize("key", ROWS)
 
@@ -29,6 +29,9 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_setting_has_a_row() -> None:
     assert list(ROWS) == setting_keys()
+    flags = setting_flags().items()
+    others = {name: key for key, flag in flags for name in flag.names.split()[1:]}
+    assert others == OTHER_FLAGS
 
 
 def resolved(settings: Settings, key: str) -> Any:
