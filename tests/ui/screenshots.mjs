@@ -43,8 +43,10 @@ await picture("phone", { viewport: PHONE, colorScheme: "light" }, async (page) =
 });
 const lens = await (await browser.newContext({ viewport: { width: 1280, height: 1000 }, colorScheme: "dark" })).newPage();
 await lens.goto(`${url}/ui/lens`);
+await lens.locator(".lens-largest li").first().waitFor(); // the example
 await lens.locator("#lens-prompt").fill("When Mary and John went to the store, John gave a drink to");
 await lens.getByRole("button", { name: "Read" }).click();
+await lens.locator(".lens-token", { hasText: "Mary" }).waitFor();
 await lens.locator(".lens-largest li").first().waitFor();
 await lens.locator("#lens-layer").selectOption("17");
 await lens.getByRole("button", { name: "Head 4" }).click();

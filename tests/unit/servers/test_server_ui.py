@@ -5,6 +5,7 @@ import hashlib
 import json
 import re
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -19,6 +20,7 @@ KEY = "k" * 32
 HTML = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 MAX_LINES = 800
 VENDOR = STATIC / "vendor"
+CAUSES = Path(__file__).parents[3] / "docs" / "explain.md"
 
 
 def client_of(**server: object) -> httpx.AsyncClient:
@@ -151,3 +153,9 @@ def test_our_own_ui_files_stay_small() -> None:
     long = {each.name: len(each.read_text().splitlines()) for each in ours}
     assert not {name: lines for name, lines in long.items() if lines > MAX_LINES}
     assert sum(len(gzip.compress(each.read_bytes())) for each in ours) < 150_000
+
+
+def test_the_page_names_every_cause_of_a_slow_request() -> None:
+    named = set(re.findall(r"^  (\w+): \[", (STATIC / "room" / "waterfall.js").read_text(), re.M))
+    told = set(re.findall(r"^\| `(\w+)` \|", CAUSES.read_text().partition("| cause |")[2], re.M))
+    assert len(told) > 25 and told - named == set()
