@@ -159,12 +159,20 @@ class ModelManager:
         """Seconds until the model is unloaded if no further request comes."""
         return max((each.seconds_left for each in self.unloadable(model_id)), default=math.inf)
 
-    def describe(self) -> list[dict[str, Any]]:
+    def describe(self, num_admitted: int = 0) -> list[dict[str, Any]]:
+        """The models. `num_admitted` requests are open at the server, which one backend has all."""
         current = self._holder.current.unwrapped
         if not isinstance(current, Router):
             state = "loaded" if current.health().ready else "loading"
             return [
-                {"id": card.id, "state": state, "backend": card.backend, "default": position == 0}
+                {
+                    "id": card.id,
+                    "state": state,
+                    "backend": card.backend,
+                    "default": position == 0,
+                    "in_flight": num_admitted,
+                    "memory_mb": round(current.memory_bytes() / 2**20, 1),
+                }
                 for position, card in enumerate(current.models())
             ]
         return [

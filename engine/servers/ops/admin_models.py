@@ -68,7 +68,7 @@ def add_admin_models_routes(app: FastAPI, services: Services) -> None:
 
     @app.get("/v1/admin/models")
     async def models() -> Response:
-        return json_response({"models": manager.describe()})
+        return json_response({"models": manager.describe(services.lifecycle.num_admitted)})
 
     @app.post("/v1/admin/models/load")
     async def load(request: Request) -> Response:
