@@ -37,7 +37,7 @@ def speed_text(tokens_per_s: float) -> str:
     """Never "0": a model that is too slow to use still has a speed."""
     if tokens_per_s >= 10:
         return f"{tokens_per_s:.0f}"
-    return f"{tokens_per_s:.1f}" if tokens_per_s >= 0.1 else "<0.1"
+    return f"{tokens_per_s:.2g}" if tokens_per_s >= 0.1 else "<0.1"
 
 
 def weight_rate() -> float | None:

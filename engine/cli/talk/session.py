@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.cli.console import print_error
+from engine.cli.machine_speed import speed_text
 from engine.cli.talk.chat_clients import Talker
 from engine.cli.talk.markdown import MarkdownPrinter
 from engine.core.errors import ConfigError, EngineError, InvalidRequestError
@@ -269,8 +270,10 @@ def answer_printer(console: "Console", column: int = 0) -> MarkdownPrinter:
 
 
 def usage_note(usage: UsageEvent) -> str:
-    rate = (usage.completion_tokens - 1) / usage.decode_s if usage.decode_s else 0.0
-    return f"({usage.completion_tokens} tokens, {rate:.0f} tok/s, {usage.cached_tokens} cached)"
+    speed = ""
+    if usage.decode_s:
+        speed = f", {speed_text((usage.completion_tokens - 1) / usage.decode_s)} tok/s"
+    return f"({usage.completion_tokens} tokens{speed}, {usage.cached_tokens} cached)"
 
 
 def sampling_note(params: Mapping[str, Any]) -> str:
