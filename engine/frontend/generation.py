@@ -457,7 +457,8 @@ class Generation(GeneratedFeed):
             reasoning_tokens=self._num_reasoning,
             num_revivals=self.engine.num_revivals(self.request.request_id),
             num_drafted=self._num_drafted,
-            num_accepted=self._num_accepted,
+            # A draft may go on behind a stop string, where the answer ends.
+            num_accepted=min(self._num_accepted, self._num_tokens),
             has_prediction=bool(self.request.expected),
         )
 
