@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI
 from pydantic import ValidationError
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -321,7 +322,7 @@ def install_error_handlers(app: FastAPI) -> None:
         if error.status_code == 404:
             known = _nothing_at(path, _paths_of(app))
         elif error.status_code == 405:
-            allowed = (error.headers or {}).get("allow", "")
+            allowed = Headers(error.headers).get("allow", "")
             takes = f" It takes {allowed}." if allowed else ""
             known = MethodNotAllowedError(f"{method} is not a method of {path}.{takes}")
         else:
