@@ -7,6 +7,7 @@ each whole block of a prompt is computed once for all sequences that may share i
 from collections.abc import Iterator
 
 from engine.runtime.requests.images import image_digest, key_of
+from engine.runtime.speculation.drafts import MAX_DRAFT
 from tests.oracle.engines import Work
 from tests.oracle.histories import History, Shape
 from tests.oracle.run import Outcome, Submitted
@@ -75,7 +76,8 @@ def _add_answer(most: Work, shape: Shape, each: Submitted) -> None:
         # A stop is seen when the next step was launched, and a stop string even later.
         late = shape["depth"] * (choice.finish_reason != "length")
         late = LATE_STOP if isinstance(choice.stop_reason, str) else late
-        most.tokens += count - 1 + late
+        # A row that was launched too late may have a draft, which is never verified.
+        most.tokens += count - 1 + late * (1 + MAX_DRAFT * bool(shape.get("speculates")))
         most.steps += count + late
         most.messages += each.drawn["captures"] is not None
     most.messages += bool(each.drawn["progress"]) * (1 + len(each.content.prompt))
