@@ -29,6 +29,7 @@ from engine.servers.fine_tuning.store import PREFIX, JobStore
 from engine.servers.http.limits import read_parsed
 from engine.servers.http.listing import following, list_body, parse_query
 from engine.servers.schema.body import validated
+from engine.servers.serving.followers import Followers
 from engine.servers.serving.services import Services, json_response
 from engine.servers.storage.fair_slots import FairSlots
 
@@ -55,6 +56,7 @@ class FineTuning:
         self.store = store
         self.runner = runner
         self._reads = reads  # limits how many files are checked at a time
+        self.followers = Followers()
 
     def body_of(self, job: Job) -> dict[str, Any]:
         return job.body(self.runner.estimated_finish(job.id))
@@ -198,7 +200,8 @@ def add_fine_tuning_routes(app: FastAPI, tuning: FineTuning) -> None:
         query = parse_query(EventQuery, request)
         job = await store.find(job_id, principal_of(request).name)
         if query.stream:
-            return StreamingResponse(tuning.stream(job), media_type="text/event-stream")
+            events = tuning.followers.follow(job.owner, tuning.stream(job))
+            return StreamingResponse(events, media_type="text/event-stream")
         found = await store.events(job.id, query.limit + 1, before=_event_number(query.after))
         return json_response(list_body([event.body() for event in found], query.limit))
 

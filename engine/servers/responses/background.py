@@ -28,6 +28,7 @@ from engine.servers.responses.output import Output
 from engine.servers.responses.store import UNFINISHED, ResponseStore
 from engine.servers.serving.admission import Ticket
 from engine.servers.serving.event_pump import EventPump, OutputEvent
+from engine.servers.serving.followers import Followers
 from engine.servers.serving.sse import CHECK_WAIT_S, EventStream
 from engine.servers.storage.job_queue import FileLock, JobTasks
 
@@ -114,6 +115,7 @@ class Background(JobTasks):
         self._server = secrets.token_hex(8)  # tells this process from other servers
         self._lock = FileLock(self._lock_path(self._server))
         self._jobs: dict[str, Job] = {}
+        self._followers = Followers()
 
     async def stop(self) -> None:
         await super().stop()
@@ -172,7 +174,7 @@ class Background(JobTasks):
         """The events of a response that follow event number `after`."""
         job = self._job(response_id, owner)
         if job is not None and job.is_streamed:
-            return follow_job(request, job, after)
+            return follow_job(request, job, self._followers.follow(owner, job.follow()), after)
         events = await self._store.events(response_id, owner)
         if events is None:
             raise InvalidRequestError(
@@ -243,11 +245,13 @@ class Background(JobTasks):
         return self._store.database.path.with_name(f"responses-{server}.lock")
 
 
-def follow_job(request: Request, job: Job, after: int = -1) -> Response:
+def follow_job(
+    request: Request, job: Job, events: AsyncIterator[Event], after: int = -1
+) -> Response:
     """Stream a job's events to a client. The job continues if the client disconnects."""
     reader = EventPump(1, choices_per_source=1, timeout_s=None, on_tokens=lambda *_: None)
     reader.watch(request.receive)
-    reader.read([job.follow()])
+    reader.read([events])
     stream = ResponseStream(job.made.begun, lambda: job.response, after)
     # Events are not merged, because all clients must count them alike.
     return EventStream(reader, stream, merges=False)

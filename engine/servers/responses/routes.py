@@ -53,7 +53,9 @@ def add_responses_routes(app: FastAPI, services: Services) -> None:
         if body.background:
             owner = principal_of(request).name
             job = await background.accept(made, owner, bool(body.stream), ticket)
-            return follow_job(request, job) if body.stream else json_response(job.response)
+            if not body.stream:
+                return json_response(job.response)
+            return follow_job(request, job, job.follow())
         recorder = made.recorder
         if body.stream:
             stream = ResponseStream(made.begun, lambda: recorder.response)

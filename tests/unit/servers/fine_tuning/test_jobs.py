@@ -11,6 +11,7 @@ import pytest
 from engine.core.errors import UnavailableError
 from engine.core.key_file import add_key
 from engine.servers.fine_tuning import hold, runner, store
+from engine.servers.serving import followers
 from tests.support.fakes.fake_backend import MODEL
 from tests.support.fakes.scripted_trainer import (
     HTTP,
@@ -122,6 +123,25 @@ def test_events_are_streamed_until_the_job_ends(client: openai.OpenAI, server: L
     reader.join(60)
     assert found[-1] == "[DONE]"
     assert [each["data"]["step"] for each in found[:-1] if each["type"] == "metrics"] == [1]
+
+
+def test_a_tenant_follows_a_bounded_number_of_jobs(
+    client: openai.OpenAI, server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(followers, "MAX_FOLLOWERS", 1)
+    job = create(client)
+    trainer_of(job)
+    url = f"{server.url}/v1/fine_tuning/jobs/{job.id}/events?stream=true"
+
+    def status() -> int:
+        with httpx.stream("GET", url, timeout=60) as stream:
+            return stream.status_code
+
+    with httpx.stream("GET", url, timeout=60) as stream:
+        events = stream.iter_bytes()  # httpx closes a stream whose iterator is gone
+        assert next(events)
+        assert status() == 429
+    wait_until(lambda: status() == 200)
 
 
 def test_jobs_run_one_at_a_time_and_can_be_paused_resumed_and_cancelled(

@@ -17,6 +17,7 @@ from engine.core.key_file import add_key
 from engine.servers.http.request_log import RequestRecord
 from engine.servers.responses.background import NOTHING_USED
 from engine.servers.responses.format import ResponseStream
+from engine.servers.serving import followers
 from engine.servers.serving.event_pump import EventPump
 from engine.servers.serving.sse import EventStream
 from engine.servers.storage.job_queue import FileLock
@@ -180,6 +181,18 @@ def test_cancelling_a_response_twice_cancels_it_once(
         client.responses.cancel(plain.id)
     with pytest.raises(openai.NotFoundError):
         client.responses.cancel("resp_absent")
+
+
+def test_the_followers_of_a_tenants_responses_are_bounded(
+    client: OpenAI, backend: StoppingBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend.token_s = 0.05
+    monkeypatch.setattr(followers, "MAX_FOLLOWERS", 0)
+    with ask(client, stream=True) as stream:
+        response = next(stream).response
+        with pytest.raises(openai.RateLimitError, match="Close a stream"):
+            client.responses.retrieve(response.id, stream=True)
+        assert list(stream)[-1].type == "response.completed"
 
 
 def test_a_streaming_follower_sees_the_cancellation(
