@@ -36,6 +36,8 @@ class Terminal:
         self._seen = 0  # `wait_for` searches what comes after this place
         self.pid, self._fd = pty.fork()
         if self.pid == 0:  # the child
+            # Shells let what runs in the background ignore it, and a program passes that on.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
             # The environment is passed as a whole, because readline sets variables in C.
             hidden = {"COLUMNS", "LINES", "NO_COLOR"}
             kept = {name: value for name, value in os.environ.items() if name not in hidden}
