@@ -10,7 +10,6 @@ Each failing history is printed, and made small if possible. Seeds can be kept i
 
 import argparse
 import json
-import random
 import sys
 import tempfile
 import time
@@ -20,8 +19,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.oracle.check import Report
-from tests.oracle.histories import History, draw_history
-from tests.oracle.http.check import STAGE, HttpOracle
+from tests.oracle.histories import History
+from tests.oracle.http.check import HttpOracle, drawn_history
 from tests.oracle.http.dialects import dialect_problems, draw_for_dialects
 from tests.oracle.http.served import ServedOracle, served_oracle
 from tests.oracle.http.served import drawn_history as served_history
@@ -38,7 +37,7 @@ class Histories:
         self._oracle = oracle
 
     def drawn(self, seed: int) -> History:
-        return draw_history(random.Random(f"http {seed}"), STAGE)
+        return drawn_history(seed)
 
     def check(self, seed: int) -> Report:
         return self._oracle.check(self.drawn(seed))
