@@ -76,10 +76,11 @@ def place_threads(affinity: str, threads: int) -> Placement:
     """Chooses the CPUs that each thread is bound to. `affinity` is "auto", "off" or a list such as
     "0-3,8".
 
-    "auto" takes one CPU per physical core and spreads threads evenly over NUMA nodes. Threads with
-    neighbouring numbers are on the same node. If the threads would take all cores, "auto" binds
-    each of them to all CPUs of its node, and to none if there is one node: the server needs CPU
-    time too, and the system's scheduler does better. So it also binds none under a CPU quota.
+    On one NUMA node, "auto" binds no thread: the system's scheduler does better, and engines of
+    other processes would be bound to the same cores. So it also binds none under a CPU quota.
+    On several nodes, it takes one CPU per physical core and spreads threads evenly over the nodes.
+    Threads with neighbouring numbers are on the same node. If the threads would take all cores,
+    each of them is bound to all CPUs of its node: the server needs CPU time too.
     """
     if affinity == "off":
         return Placement()
@@ -90,12 +91,12 @@ def place_threads(affinity: str, threads: int) -> Placement:
         return Placement.of([(cpu,) for cpu in named], [node_of.get(cpu, 0) for cpu in named])
     if quota is not None and quota < len(cores):
         return Placement()
+    if len({core.node for core in cores}) == 1:
+        return Placement()
     if threads < len(cores):
         chosen = _spread(cores, threads)
         return Placement.of([core.cpus[:1] for core in chosen], [core.node for core in chosen])
     nodes = [cores[thread * len(cores) // threads].node for thread in range(threads)]
-    if len(set(nodes)) == 1:
-        return Placement()
     members = {node: tuple(cpu for cpu in node_of if node_of[cpu] == node) for node in set(nodes)}
     return Placement.of([members[node] for node in nodes], nodes)
 

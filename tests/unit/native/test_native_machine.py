@@ -82,9 +82,10 @@ def test_threads_on_all_cores_stay_on_their_numa_node(two_nodes, monkeypatch, th
     assert placement == Placement(tuple(whole[node] for node in nodes), nodes)
 
 
-def test_threads_on_all_cores_of_a_single_node_are_not_pinned(two_nodes, monkeypatch):
+@pytest.mark.parametrize("threads", [1, 3, 4, 5])
+def test_threads_on_a_single_node_are_not_pinned(two_nodes, monkeypatch, threads):
     use(monkeypatch, machine.usable_cores(two_nodes, {0, 1, 2, 3}))
-    assert machine.place_threads("auto", 4) == Placement()
+    assert machine.place_threads("auto", threads) == Placement()
 
 
 def test_threads_beyond_a_small_numa_node_go_to_the_others(two_nodes, monkeypatch):
