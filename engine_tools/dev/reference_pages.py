@@ -29,8 +29,7 @@ from engine.core.config_presets import ParametersTable, PresetTable
 from engine.core.config_schema import SECRET_KEYS, SECTIONS, Settings
 from engine.core.config_tables import BackendTable, ModelTable, PluginTable, ShadowTable
 from engine.core.interfaces.stats import TierStats
-from engine.core.observability.collectors import TierCollector
-from engine.core.observability.metrics import Metrics
+from engine.core.observability.metrics import Metrics, TierCollector
 from engine.plugins.metrics import PluginMetrics
 from engine.routing.metrics import PrefillCollector, RouterMetrics, ShadowMetrics
 from engine.servers.capabilities import TRANSLATING, verdict_in

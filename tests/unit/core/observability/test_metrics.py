@@ -7,8 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine.core.interfaces.backend import UsageEvent
 from engine.core.interfaces.stats import EngineStats, TierStats
-from engine.core.observability.collectors import MAX_NOTED
-from engine.core.observability.metrics import FinishedRequest, Metrics
+from engine.core.observability.metrics import MAX_NOTED, FinishedRequest, Metrics
 from engine.runtime.budget import StepCounter
 
 LABELS = {"model_name": "m", "engine": "0"}
