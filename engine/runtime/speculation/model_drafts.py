@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from engine.runtime.budget import StepBudget
 from engine.runtime.sequence import Sequence
 from engine.runtime.speculation.draft_model import MAX_LAG, DraftModel
-from engine.runtime.speculation.lookup import MARGIN, MEMORY
+from engine.runtime.speculation.drafts import MARGIN, MEMORY
 
 # Before anything was verified, this share of the guesses is expected to be right, and this counts
 # as so many guesses.

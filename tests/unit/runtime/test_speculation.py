@@ -10,14 +10,16 @@ import pytest
 from engine.core.errors import ConfigError
 from engine.runtime.budget import MAX_STRETCH, TARGET_STEP_S, StepBudget
 from engine.runtime.sequence import packed
-from engine.runtime.speculation import lookup
-from engine.runtime.speculation.drafts import Speculation, fair_shares, speculates
-from engine.runtime.speculation.lookup import (
+from engine.runtime.speculation import drafts
+from engine.runtime.speculation.drafts import (
     MAX_MATCH,
     Drafter,
     Odds,
+    Speculation,
     cached_rest,
+    fair_shares,
     longest_match,
+    speculates,
 )
 from tests.support.toy_engine.engine import ToyEngine
 from tests.support.toy_engine.grammar import END, PatientGrammars, lark
@@ -158,7 +160,7 @@ def test_the_longest_and_latest_lookup_match_wins():
 
 
 def test_only_the_end_of_a_long_text_is_searched(monkeypatch):
-    monkeypatch.setattr(lookup, "MAX_SEARCHED", 8)
+    monkeypatch.setattr(drafts, "MAX_SEARCHED", 8)
     assert longest_match(packed([1, 2, 3]), packed([1, 2, 3, 4, 9, 9, 9, 9, 9])) == (0, 0)
     assert longest_match(packed([1, 2, 3]), packed([9, 9, 1, 2, 3, 4, 9, 9, 9])) == (3, 5)
 
