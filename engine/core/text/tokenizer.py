@@ -18,7 +18,12 @@ from typing import Any
 from engine.core.errors import InvalidRequestError
 from engine.core.text.stop_strings import StopPattern, StopPatterns, StopStrings
 from engine.core.text.tokenizer_json import parts_from_directory
-from engine.core.text.tokenizer_parts import TokenizerParts, piece_bytes, sentinel
+from engine.core.text.tokenizer_parts import (
+    BYTES_OF_LETTERS,
+    TokenizerParts,
+    is_byte_piece,
+    sentinel,
+)
 from engine.core.text.tokenizer_tables import TokenizerTables, parts_from_tables
 
 # The `tokenizers` library reads this variable at each batch. Our batches have one text, so more
@@ -77,6 +82,18 @@ class TokenBytes(dict[int, bytes]):
             value = piece_bytes(parts.pieces[token_id], parts.byte_level)
         self[token_id] = value
         return value
+
+
+def piece_bytes(piece: str, byte_level: bool) -> bytes:
+    """The bytes that a piece stands for, if it is neither a control token nor an added token."""
+    if byte_level:
+        try:
+            return piece.translate(BYTES_OF_LETTERS).encode("latin-1")
+        except UnicodeEncodeError:  # a character is not in the alphabet, so the piece is plain text
+            return piece.encode("utf-8", "replace")
+    if is_byte_piece(piece):
+        return bytes.fromhex(piece[3:5])
+    return piece.replace("▁", " ").encode("utf-8", "replace")
 
 
 class Tokenizer:

@@ -125,7 +125,7 @@ _ALPHABET: Mapping[int, int] = _gpt2_alphabet()
 _LETTERS = {byte: chr(char) for char, byte in _ALPHABET.items()}
 # For `str.translate`: each letter becomes the character with the number of its byte. Characters
 # below 256 that are no letters become one that Latin-1 does not have.
-_BYTES = {**dict.fromkeys(range(256), 0xFFFF), **_ALPHABET}
+BYTES_OF_LETTERS = {**dict.fromkeys(range(256), 0xFFFF), **_ALPHABET}
 
 
 def byte_level_text(token: bytes) -> str:
@@ -136,15 +136,3 @@ def byte_level_text(token: bytes) -> str:
 def is_byte_piece(piece: str) -> bool:
     """Whether a SentencePiece piece stands for one byte, such as "<0x0A>"."""
     return len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">")
-
-
-def piece_bytes(piece: str, byte_level: bool) -> bytes:
-    """The bytes that a piece stands for, if it is neither a control token nor an added token."""
-    if byte_level:
-        try:
-            return piece.translate(_BYTES).encode("latin-1")
-        except UnicodeEncodeError:  # a character is not in the alphabet, so the piece is plain text
-            return piece.encode("utf-8", "replace")
-    if is_byte_piece(piece):
-        return bytes.fromhex(piece[3:5])
-    return piece.replace("▁", " ").encode("utf-8", "replace")

@@ -11,7 +11,7 @@ import tokenizers
 from gguf import GGUFReader
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from engine.core.text.tokenizer_parts import piece_bytes
+from engine.core.text.tokenizer import piece_bytes
 
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TEMPLATE = (
