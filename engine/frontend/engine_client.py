@@ -23,10 +23,9 @@ import msgspec
 from engine.backends.process import ChildProcess
 from engine.core.errors import EngineError, UnavailableError
 from engine.core.interfaces.request import Deltas, Fatal, FromEngine, Stop, ToEngine
-from engine.core.sandbox.silence import Silence
+from engine.core.sandbox.liveness import Heartbeat, Silence, Vitals, heartbeat_file
 from engine.ipc.connection import Connection
 from engine.ipc.engine_process import STACKS_SIGNAL, EngineProcess
-from engine.ipc.heartbeat import Heartbeat, Vitals, heartbeat_file
 
 log = logging.getLogger(__name__)
 

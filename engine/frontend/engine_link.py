@@ -6,7 +6,7 @@ move to another replica. New requests wait, too. If `max_revivals` is 0, open re
 and new ones are refused.
 
 The engine is restarted after a delay, which grows with each death. After too many deaths in a row,
-restarts pause for a minute, and the health report says so. `liveness_monitor.py` decides when an
+restarts pause for a minute, and the health report says so. `liveness.py` decides when an
 engine process that makes no progress is woken or killed. A hung step is first interrupted by the
 engine process itself.
 """
@@ -34,11 +34,16 @@ from engine.core.interfaces.request import (
 )
 from engine.core.interfaces.snapshot import EngineSnapshot
 from engine.core.interfaces.stats import EngineStats
+from engine.core.sandbox.liveness import (
+    Downtime,
+    LivenessMonitor,
+    LivenessVerdict,
+    Vitals,
+    trouble_of,
+)
 from engine.frontend.engine_client import EngineClient, OnExit, OnMessage
 from engine.frontend.link import Link
-from engine.frontend.liveness_monitor import Downtime, LivenessMonitor, LivenessVerdict, trouble_of
 from engine.frontend.request_recovery import OpenRequest, OpenRequests, Receiver
-from engine.ipc.heartbeat import Vitals
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+from engine.core.sandbox.liveness import Heartbeat, heartbeat_file
 from engine.core.sandbox.processes import kill_child, socket_pair, start_child
-from engine.ipc.heartbeat import Heartbeat, heartbeat_file
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,7 +9,7 @@ target applies only while sequences decode. Otherwise a step may be as large as 
 from bisect import bisect_left
 
 from engine.core.interfaces.stats import STEP_SECONDS, STEP_TOKENS, StepCounts
-from engine.ipc.heartbeat import UNKNOWN_STEP_TIMEOUT_S
+from engine.core.sandbox.liveness import UNKNOWN_STEP_TIMEOUT_S
 from engine.runtime.model_runner import PROMPT_TOKENS, RunnerSpec
 
 TARGET_STEP_S = 0.020

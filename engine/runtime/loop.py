@@ -25,7 +25,7 @@ from engine.core.interfaces.request import (
     TokenDelta,
 )
 from engine.core.interfaces.stats import EngineStats
-from engine.ipc.heartbeat import UNKNOWN_STEP_TIMEOUT_S, NoPulse, Pulse
+from engine.core.sandbox.liveness import UNKNOWN_STEP_TIMEOUT_S, NoPulse, Pulse
 from engine.ipc.transport import Channel, ConnectionClosedError
 from engine.runtime.batch import BatchBuilder
 from engine.runtime.budget import StepBudget, StepCounter

@@ -36,7 +36,7 @@ from engine.core.interfaces.request import (
 )
 from engine.core.interfaces.stats import EngineStats
 from engine.core.observability.logging import set_level
-from engine.ipc.heartbeat import UNKNOWN_STEP_TIMEOUT_S, NoPulse, Pulse
+from engine.core.sandbox.liveness import UNKNOWN_STEP_TIMEOUT_S, NoPulse, Pulse
 from engine.ipc.transport import Channel
 from engine.runtime.budget import StepCounter
 from engine.runtime.loop import IDLE_POLL_S, NO_ADAPTERS, STATS_INTERVAL_S

@@ -29,15 +29,15 @@ from engine.core.errors import EngineError, ResourceError
 from engine.core.interfaces.request import Fatal, Ready, Stop, ToEngine, Validate, Validated
 from engine.core.observability.logging import setup_logging
 from engine.core.sandbox.exhaustion import what_ran_out
-from engine.core.sandbox.processes import die_with_parent, keep_all, prefer_oom_kill
-from engine.core.sandbox.validation_child import Fork
-from engine.ipc.engine_process import STACKS_SIGNAL
-from engine.ipc.heartbeat import (
+from engine.core.sandbox.liveness import (
     UNKNOWN_STEP_TIMEOUT_S,
     Heartbeat,
     Pulse,
     Watchdog,
 )
+from engine.core.sandbox.processes import die_with_parent, keep_all, prefer_oom_kill
+from engine.core.sandbox.validation_child import Fork
+from engine.ipc.engine_process import STACKS_SIGNAL
 from engine.ipc.options import EngineOptions
 from engine.ipc.transport import Channel, ConnectionClosedError, SocketChannel
 from engine.runners.entry import framework_entry

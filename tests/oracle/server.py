@@ -18,12 +18,12 @@ from engine.core.interfaces.request import (
     RequestNotes,
     ToEngine,
 )
+from engine.core.sandbox.liveness import Vitals
 from engine.frontend.engine_client import joined
 from engine.frontend.engine_link import EngineLink
 from engine.frontend.generation import Generation
 from engine.frontend.prompts import Prepared
 from engine.frontend.text_model import TextModel
-from engine.ipc.heartbeat import Vitals
 from tests.oracle.clock import Clock
 from tests.oracle.engines import Engine
 from tests.oracle.results import Result

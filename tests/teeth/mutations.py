@@ -258,14 +258,14 @@ GUARDS = [
     ),
     Mutation(
         "FLT-03 a frozen process counts as well",
-        "engine.ipc.heartbeat",
+        "engine.core.sandbox.liveness",
         "            silent_s=max(0, now_ns - tick_ns) / 1e9 if tick_ns else None,\n",
         "            silent_s=None,\n",
         f"{WATCHDOG}::test_an_idle_frozen_engine_is_detected_and_continues_after_sigcont",
     ),
     Mutation(
         "FLT-04 a slow step counts as frozen",
-        "engine.frontend.liveness_monitor",
+        "engine.core.sandbox.liveness",
         "    if vitals.silent_s is not None and vitals.silent_s > FROZEN_AFTER_S:\n",
         "    if (vitals.step_age_s or 0) > FROZEN_AFTER_S:\n",
         f"{WATCHDOG}::test_a_slow_step_raises_no_alarm",

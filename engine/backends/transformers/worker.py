@@ -11,7 +11,7 @@ import msgspec
 
 from engine.backends.transformers.checkpoint import open_checkpoint, read_text
 from engine.core.errors import ConfigError
-from engine.ipc.heartbeat import Pulse
+from engine.core.sandbox.liveness import Pulse
 from engine.ipc.options import EngineOptions
 from engine.ipc.transport import Channel
 from engine.runtime.requests.grammar import Grammars

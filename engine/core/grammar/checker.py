@@ -13,25 +13,32 @@ import hashlib
 import os
 import signal
 import sys
+import time
 from collections import OrderedDict
+from collections.abc import Awaitable
+from typing import TypeVar
 
 import msgspec
 
 from engine.core.errors import InvalidRequestError, RateLimitError, UnavailableError
 from engine.core.grammar.wire import LENGTH, Compile, Verdict, frame
+from engine.core.sandbox.liveness import Silence
 from engine.core.sandbox.processes import KILLED_WITHIN_S
-from engine.core.sandbox.silence import answer_of
 
 # Seconds for which a child may do nothing while it compiles a grammar, and while it starts. Seconds
 # in which it waits for a processor do not count. Its CPU time has a limit of its own.
 COMPILE_TIMEOUT_S = 1.0
 START_TIMEOUT_S = 30.0
+LOOK_S = 0.2  # between two looks at a child that has not answered
 MAX_VERDICTS = 1024
 MAX_WAITING = 64
 MAX_ANSWER_BYTES = 1 << 16
 
 TOO_SLOW = "takes too long to compile; simplify it"
 TOO_LARGE = "needs too much memory or nesting to compile; simplify it"
+
+
+Result = TypeVar("Result")
 
 
 class _Stopped(Exception):
@@ -179,3 +186,21 @@ class GrammarChecker:
             os.killpg(child.pid, signal.SIGKILL)
         with contextlib.suppress(TimeoutError):  # it waits in the kernel, and is left behind
             await asyncio.wait_for(child.wait(), KILLED_WITHIN_S)
+
+
+async def answer_of(work: Awaitable[Result], pid: int, max_idle_s: float) -> Result:
+    """Wait for what a process does. Raises `TimeoutError` if the process has been stopped, or has
+    slept, for `max_idle_s` seconds, or if it has computed for very long.
+    """
+    working = asyncio.ensure_future(work)
+    began_at, silence = time.monotonic(), Silence(pid)
+    try:
+        while not working.done():
+            await asyncio.wait([working], timeout=min(LOOK_S, max_idle_s))
+            if silence.counted(time.monotonic() - began_at) > max_idle_s and not working.done():
+                raise TimeoutError
+        return working.result()
+    finally:
+        working.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait([working], timeout=LOOK_S)

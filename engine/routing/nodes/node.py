@@ -13,9 +13,9 @@ from engine.core.interfaces.request import (
     Stats,
     ToEngine,
 )
+from engine.core.sandbox.liveness import Vitals
 from engine.frontend.engine_client import OnExit, OnMessage
 from engine.ipc.connection import Connection
-from engine.ipc.heartbeat import Vitals
 from engine.routing.nodes.pool import NodePool
 from engine.routing.nodes.pooled import PooledEngine
 from engine.routing.nodes.wire import MAX_UNSENT_BYTES, Beat, FromNode, Hello, Leaving

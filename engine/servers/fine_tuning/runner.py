@@ -22,7 +22,7 @@ from engine.core.errors import (
     ResourceError,
     UnavailableError,
 )
-from engine.core.sandbox.silence import Headway
+from engine.core.sandbox.liveness import Headway
 from engine.core.store.adapter_store import keep_adapter
 from engine.finetuning.folder import JobFolder, TrainingEvent, step_of
 from engine.finetuning.jobs import adapter_name

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 from engine.backends.process import RestartPolicy
 from engine.core.config_schema import Settings
 from engine.core.observability.logging import current_setup
-from engine.frontend.liveness_monitor import LivenessVerdict
+from engine.core.sandbox.liveness import LivenessVerdict
 from engine.servers.http_workers.messages import Setup
 from engine.servers.http_workers.worker import HttpWorker
 

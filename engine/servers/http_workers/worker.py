@@ -14,11 +14,16 @@ import msgspec
 from starlette.types import ASGIApp
 
 from engine.backends.process import ChildProcess
+from engine.core.sandbox.liveness import (
+    UNKNOWN_STEP_TIMEOUT_S,
+    LivenessMonitor,
+    LivenessVerdict,
+    Silence,
+    Vitals,
+    trouble_of,
+)
 from engine.core.sandbox.processes import socket_pair, start_child
-from engine.core.sandbox.silence import Silence
-from engine.frontend.liveness_monitor import LivenessMonitor, LivenessVerdict, trouble_of
 from engine.ipc.connection import Connection
-from engine.ipc.heartbeat import UNKNOWN_STEP_TIMEOUT_S, Vitals
 from engine.servers.http_workers.exchange import Exchange
 from engine.servers.http_workers.messages import (
     Blocked,

@@ -1,6 +1,6 @@
 """Checks random histories over HTTP, and prints one line of JSON.
 
-Each failing history is printed, and made small if possible. Histories are kept in `failing.jsonl`.
+Each failing history is printed, and made small if possible. Seeds can be kept in `failing.jsonl`.
 `histories` and `dialects` run in this process on the toy model, `served` on the default model.
 
     python -m tests.oracle.http --cases 2000 --seed 1
@@ -10,6 +10,7 @@ Each failing history is printed, and made small if possible. Histories are kept 
 
 import argparse
 import json
+import random
 import sys
 import tempfile
 import time
@@ -19,8 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.oracle.check import Report
-from tests.oracle.histories import History
-from tests.oracle.http.check import HttpOracle, drawn_history
+from tests.oracle.histories import History, draw_history
+from tests.oracle.http.check import STAGE, HttpOracle
 from tests.oracle.http.dialects import dialect_problems, draw_for_dialects
 from tests.oracle.http.served import ServedOracle, served_oracle
 from tests.oracle.http.served import drawn_history as served_history
@@ -37,7 +38,7 @@ class Histories:
         self._oracle = oracle
 
     def drawn(self, seed: int) -> History:
-        return drawn_history(seed)
+        return draw_history(random.Random(f"http {seed}"), STAGE)
 
     def check(self, seed: int) -> Report:
         return self._oracle.check(self.drawn(seed))
@@ -80,11 +81,8 @@ class ServedHistories:
         return "\n  ".join([str(served_history(seed)), *self._wrong])
 
 
-Checks = Histories | Dialects | ServedHistories
-
-
 @contextmanager
-def opened(kind: str) -> Iterator[Checks]:
+def opened(kind: str) -> Iterator[Histories | Dialects | ServedHistories]:
     if kind == "served":
         with served_oracle() as served:
             yield ServedHistories(served)
@@ -97,20 +95,23 @@ def opened(kind: str) -> Iterator[Checks]:
 KINDS = ("histories", "dialects", "served")
 
 
-def run(checks: Checks, seeds: Sequence[int]) -> dict[str, object]:
+def run(kind: str, seeds: Sequence[int], *, explains: bool = True) -> dict[str, object]:
     """Check seeds, until enough of them have failed."""
     seen, failures, done = Counter[str](), list[int](), 0
     began = time.perf_counter()
-    for seed in seeds:
-        report = checks.check(seed)
-        done += 1
-        seen += report.seen
-        if report.wrong:
-            failures.append(seed)
-            print(f"seed {seed}\n{checks.explained(seed)}", file=sys.stderr, flush=True)
-        if len(failures) >= ENOUGH_FAILURES:
-            break
+    with opened(kind) as checks:
+        for seed in seeds:
+            report = checks.check(seed)
+            done += 1
+            seen += report.seen
+            if report.wrong:
+                failures.append(seed)
+                if explains:
+                    print(f"seed {seed}\n{checks.explained(seed)}", file=sys.stderr, flush=True)
+            if len(failures) >= ENOUGH_FAILURES:
+                break
     return {
+        "kind": kind,
         "cases": done,
         "failures": failures,
         "seconds": round(time.perf_counter() - began, 1),
@@ -126,9 +127,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     seeds = range(arguments.seed, arguments.seed + arguments.cases)
-    with opened(arguments.kind) as checks:
-        result = run(checks, seeds)
-    print(json.dumps({"kind": arguments.kind, **result}))
+    result = run(arguments.kind, seeds)
+    print(json.dumps(result))
     raise SystemExit(bool(result["failures"]))
 
 

@@ -2,13 +2,12 @@
 
 import json
 import logging
-import random
 from collections.abc import Coroutine
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from tests.oracle.check import Report
-from tests.oracle.histories import History, Shape, Stage, draw_history, draw_pool
+from tests.oracle.histories import History, Shape, Stage
 from tests.oracle.http.cached import cache_problems
 from tests.oracle.http.explained import count_problems, explanation_problems
 from tests.oracle.http.judge import judged, sayable
@@ -18,7 +17,7 @@ from tests.oracle.http.spellings import NAMES, WORDS, Call, prompt_text, spell
 from tests.oracle.http.toy_backend import ADAPTERS, ALONE
 from tests.oracle.http.toy_model import END
 from tests.oracle.http.toy_server import ToyServer
-from tests.oracle.requests import FEATURES, DrawnRequest, Menu
+from tests.oracle.requests import DrawnRequest, Menu
 
 T = TypeVar("T")
 MAX_ALONE = 4096
@@ -50,38 +49,8 @@ SHAPES = {
     "num_adapters": (1, 2),
     "grammar_delay": (0, 0, 3),
 }
-OCCASIONAL = ("cancel", "evict", "flush", "fault", "memory", "swap", "freeze", "late", "wait")
 UNLIKE = frozenset({"nan", "tier_lost", "tier_fails", "load_adapter"})
 STAGE = Stage(MENU, SHAPES, without=UNLIKE, max_requests=5, max_events=16)
-# What a request has beside its tokens, and what must not be lost when it goes on elsewhere
-STATEFUL = ("mirostat", "grammar", "tools", "reasoning", "n", "score_prompt", "stop", "dry")
-ALWAYS = frozenset({"seed", "max_tokens", "temperature", "api", "follows"})
-THEMES = tuple(name for name in FEATURES if name not in ALWAYS)
-POOL_SEEDS = 5  # whose histories share requests, because what they give alone takes long
-POOL_REQUESTS = 8
-
-
-def drawn_history(seed: int) -> History:
-    """The history of a seed. Its pool has a theme: a few features are frequent, so that rare ones
-    meet each other.
-    """
-    rng = random.Random(f"http pool {seed // POOL_SEEDS}")
-    frequent = {*rng.sample(STATEFUL, 2), *rng.sample(THEMES, 3)}
-    chances = {name: FEATURES[name].chance / 2 for name in THEMES}
-    menu = replace(MENU, chances=chances | dict.fromkeys(frequent, 0.5))
-    pool = draw_pool(rng, replace(STAGE, menu=menu), 3, POOL_REQUESTS)
-    rng = random.Random(f"http {seed}")
-    without = UNLIKE | set(rng.sample(OCCASIONAL, 4))
-    history = draw_history(rng, replace(STAGE, without=without), pool)
-    return _crowded(rng, history) if rng.random() < 0.5 else history
-
-
-def _crowded(rng: random.Random, history: History) -> History:
-    """The history, in which blocks run out while requests decode, so that some are preempted."""
-    last = max(index for index, each in enumerate(history.events) if each[0] == "submit")
-    crowd = [("turns", rng.randint(2, 6)), ("shrink", 12), ("turns", rng.randint(2, 4)), ("grow",)]
-    events = (*history.events[: last + 1], *crowd, *history.events[last + 1 :])
-    return replace(history, events=events)
 
 
 class HttpOracle:

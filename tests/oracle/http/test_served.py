@@ -4,12 +4,12 @@ each request gives what it gives alone.
 `python -m tests.oracle.http --kind served` runs more of them.
 """
 
-from tests.oracle.http.__main__ import opened, run
+from tests.oracle.http.__main__ import run
+from tests.oracle.http.test_http import kept
 
 NUM_HISTORIES = 6
 
 
 def test_requests_of_a_real_server_give_what_they_give_alone() -> None:
-    with opened("served") as checks:
-        result = run(checks, range(1, 1 + NUM_HISTORIES))
+    result = run("served", [*range(1, 1 + NUM_HISTORIES), *kept("served")])
     assert not result["failures"], f"python -m tests.oracle.http --kind served: {result}"

@@ -18,7 +18,7 @@ from engine.core.interp.results import InterpResult
 from engine.core.interp.spec import parse_interp
 from engine.core.interp.vectors import VectorStore
 from engine.core.memory import MemoryRoom
-from engine.ipc.heartbeat import UNKNOWN_STEP_TIMEOUT_S
+from engine.core.sandbox.liveness import UNKNOWN_STEP_TIMEOUT_S
 from engine.ipc.transport import encode_frame
 from engine.library.steering import tensors_of
 from engine.runtime.interp import probe as probe_module

@@ -18,8 +18,8 @@ import torch
 
 from engine.architectures.base import ModelConfig
 from engine.core.errors import ConfigError
+from engine.core.sandbox.liveness import TICK_S
 from engine.core.shards.layout import ShardLayout
-from engine.ipc.heartbeat import TICK_S
 from engine.runtime.loop import REMOTE_POLL_S
 from engine.runtime.model_runner import ModelRunner, RunnerConfig, RunnerLostError
 from engine.torch.execution.build import build_runner

@@ -15,8 +15,8 @@ import time
 import psutil
 
 from engine.cli.main import main
+from engine.core.sandbox.liveness import Heartbeat
 from engine.ipc.engine_process import WORKER_MODULE
-from engine.ipc.heartbeat import Heartbeat
 from tests.scoreboard.meters import queued_ns
 
 FILE_VARIABLE = "SCOREBOARD_SILENCES"

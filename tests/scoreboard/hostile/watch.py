@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from engine.frontend.liveness_monitor import FROZEN_AFTER_S
+from engine.core.sandbox.liveness import FROZEN_AFTER_S
 from engine.ipc.engine_process import WORKER_MODULE
 from tests.scoreboard.meters import MEBIBYTE, rss_of
 from tests.scoreboard.served_engine import Served

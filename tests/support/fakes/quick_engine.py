@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from engine.core.interfaces.request import Ready
-from engine.ipc.heartbeat import Pulse
+from engine.core.sandbox.liveness import Pulse
 from engine.ipc.options import EngineOptions
 from engine.ipc.transport import Channel
 from engine.worker.main import main

@@ -12,9 +12,9 @@ from engine.core.interfaces.request import (
     Ready,
     SamplingParams,
 )
+from engine.core.sandbox.liveness import Vitals
 from engine.frontend import engine_link as link_module
 from engine.frontend.engine_link import EngineLink
-from engine.ipc.heartbeat import Vitals
 
 READY = Ready(256, 64, 16, 8, "float32", "cpu", 0.1)
 HEALTHY = Vitals(step_age_s=None, step_timeout_s=10.0, silent_s=0.1)

@@ -11,8 +11,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from engine.core.sandbox import silence as silence_module
-from engine.core.sandbox.silence import Activity, Headway, Silence, activity_of, answer_of
+from engine.core.grammar.checker import answer_of
+from engine.core.sandbox import liveness
+from engine.core.sandbox.liveness import Activity, Headway, Silence, activity_of
 
 
 class Watched:
@@ -21,9 +22,9 @@ class Watched:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
         self.activity: Activity | None = Activity(0.0)
-        monkeypatch.setattr(silence_module.time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(silence_module, "activity_of", lambda pid: self.activity)
-        monkeypatch.setattr(silence_module, "_family", lambda pid: [pid])
+        monkeypatch.setattr(liveness.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(liveness, "activity_of", lambda pid: self.activity)
+        monkeypatch.setattr(liveness, "_family", lambda pid: [pid])
         self.silence = Silence(1)
         self._silent_s = 0.0
 

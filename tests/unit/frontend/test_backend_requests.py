@@ -17,10 +17,10 @@ from engine.core.interfaces.backend import (
     GrammarSpec,
 )
 from engine.core.interfaces.request import Deltas, GenerateRequest, SamplingParams, TokenDelta
+from engine.core.sandbox.liveness import Vitals
 from engine.frontend import embedding
 from engine.frontend.embedding import vectors_of
 from engine.frontend.engine_link import EngineLink
-from engine.ipc.heartbeat import Vitals
 from tests.support.toy_engine.backend import TEXT, ToyBackend
 from tests.support.toy_engine.runner import VOCAB
 

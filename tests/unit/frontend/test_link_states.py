@@ -20,9 +20,9 @@ from engine.core.interfaces.request import (
     TokenDelta,
 )
 from engine.core.interfaces.stats import EngineStats
+from engine.core.sandbox import liveness
+from engine.core.sandbox.liveness import Vitals
 from engine.frontend import engine_link as link_module
-from engine.frontend import liveness_monitor
-from engine.ipc.heartbeat import Vitals
 from tests.support.fakes.scripted_link import HEALTHY, READY, Bench, record_pauses, settle
 
 
@@ -243,8 +243,8 @@ async def test_a_restart_that_takes_too_long_is_reported_until_an_engine_is_read
     await bench.start()
     bench.client.on_exit(-9)
     assert not bench.link.is_overdue
-    monkeypatch.setattr(liveness_monitor, "MIN_DOWN_S", 0.0)
-    monkeypatch.setattr(liveness_monitor, "TIMES_LONGER", 0.0)
+    monkeypatch.setattr(liveness, "MIN_DOWN_S", 0.0)
+    monkeypatch.setattr(liveness, "TIMES_LONGER", 0.0)
     assert bench.link.is_overdue
     await settle()
     bench.client.on_exit(-9)
@@ -276,12 +276,12 @@ class SteadyHeadway:
 
 def test_progress_of_a_finished_load_does_not_delay_the_alarm(monkeypatch):
     clock = FakeClock()
-    monkeypatch.setattr(liveness_monitor.time, "monotonic", clock)
-    monkeypatch.setattr(liveness_monitor, "Headway", SteadyHeadway)
-    told = liveness_monitor.Downtime()
+    monkeypatch.setattr(liveness.time, "monotonic", clock)
+    monkeypatch.setattr(liveness, "Headway", SteadyHeadway)
+    told = liveness.Downtime()
     told.down()
     told.load(1)
-    clock.now += liveness_monitor.MIN_DOWN_S + 50
+    clock.now += liveness.MIN_DOWN_S + 50
     assert told.is_overdue
     assert told.too_long() is None and not told.is_overdue  # this load may still end well
     told.load(2)
@@ -289,7 +289,7 @@ def test_progress_of_a_finished_load_does_not_delay_the_alarm(monkeypatch):
 
 
 async def test_a_load_without_progress_is_killed_although_the_heartbeat_ticks(pauses, monkeypatch):
-    monkeypatch.setattr(liveness_monitor, "LOAD_STALLED_S", -1.0)
+    monkeypatch.setattr(liveness, "LOAD_STALLED_S", -1.0)
     bench = Bench(0.25, max_revivals=3)
     starting = asyncio.create_task(bench.link.start())
     with pytest.raises(ModelError, match="Nothing was done"):

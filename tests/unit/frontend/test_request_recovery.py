@@ -17,8 +17,8 @@ from engine.core.interfaces.request import (
     SamplingParams,
     TokenDelta,
 )
+from engine.core.sandbox.liveness import Vitals
 from engine.frontend import request_recovery as survival
-from engine.ipc.heartbeat import Vitals
 from tests.support.fakes.scripted_link import READY, Bench, record_pauses, settle
 
 

@@ -14,7 +14,6 @@ SUPERVISORS = (
     "engine.ipc.engine_process",
     "engine.frontend.engine_client",
     "engine.frontend.engine_link",
-    "engine.frontend.liveness_monitor",
     "engine.torch.execution.distributed.group",
     "engine.torch.execution.distributed.remote",
     "engine.backends.external",

@@ -19,11 +19,8 @@ from engine.core.interfaces.request import (
     ToEngine,
     TokenDelta,
 )
-from engine.core.shards.link import Seal
-from engine.frontend.engine_client import QueueChannel, joined
-from engine.ipc import heartbeat as heartbeat_module
-from engine.ipc.connection import Connection
-from engine.ipc.heartbeat import (
+from engine.core.sandbox import liveness
+from engine.core.sandbox.liveness import (
     INTERRUPT_SIGNAL,
     UNKNOWN_STEP_TIMEOUT_S,
     Heartbeat,
@@ -31,6 +28,9 @@ from engine.ipc.heartbeat import (
     Watchdog,
     heartbeat_file,
 )
+from engine.core.shards.link import Seal
+from engine.frontend.engine_client import QueueChannel, joined
+from engine.ipc.connection import Connection
 from engine.ipc.transport import (
     LENGTH,
     MAX_FRAME_BYTES,
@@ -164,7 +164,7 @@ def test_a_queue_channel_polls_all_waiting_messages():
 
 def test_engine_and_frontend_share_one_heartbeat(monkeypatch):
     now = [5_000_000_000]
-    monkeypatch.setattr(heartbeat_module.time, "monotonic_ns", lambda: now[0])
+    monkeypatch.setattr(liveness.time, "monotonic_ns", lambda: now[0])
     with heartbeat_file() as file:
         engine, frontend = Heartbeat(file.fileno()), Heartbeat(file.fileno())
     assert frontend.vitals() == Vitals(None, UNKNOWN_STEP_TIMEOUT_S, None)

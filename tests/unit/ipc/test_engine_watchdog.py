@@ -13,14 +13,14 @@ import pytest
 from engine.core import faults
 from engine.core.errors import ModelError
 from engine.core.faults import Fault
-from engine.frontend import engine_link as link_module
-from engine.frontend import liveness_monitor
-from engine.frontend.engine_client import ProcessClient
-from engine.ipc.heartbeat import (
+from engine.core.sandbox import liveness
+from engine.core.sandbox.liveness import (
     INTERRUPT_SIGNAL,
     StepInterruptedError,
     Watchdog,
 )
+from engine.frontend import engine_link as link_module
+from engine.frontend.engine_client import ProcessClient
 from tests.support.toy_engine.runner import CRASH_TOKEN, IMPATIENT_S
 from tests.unit.ipc.test_engine_link import Inbox, ask, expected, make_link, request, until
 
@@ -30,10 +30,10 @@ pytestmark = pytest.mark.seconds  # each engine is a process, and has to seem to
 @pytest.fixture
 def hasty(monkeypatch):
     """The same order of events, sooner. A process ticks twice a second."""
-    monkeypatch.setattr(liveness_monitor, "FROZEN_AFTER_S", 1.5)
-    monkeypatch.setattr(liveness_monitor, "WAKE_AFTER_S", 2.0)
-    monkeypatch.setattr(liveness_monitor, "GIVE_UP_AFTER_S", 3.0)
-    monkeypatch.setattr(liveness_monitor, "RELAPSED_AFTER_S", 2.0)
+    monkeypatch.setattr(liveness, "FROZEN_AFTER_S", 1.5)
+    monkeypatch.setattr(liveness, "WAKE_AFTER_S", 2.0)
+    monkeypatch.setattr(liveness, "GIVE_UP_AFTER_S", 3.0)
+    monkeypatch.setattr(liveness, "RELAPSED_AFTER_S", 2.0)
     monkeypatch.setattr(link_module, "WATCH_INTERVAL_S", 0.2)
 
 
@@ -218,7 +218,7 @@ async def test_a_device_wait_that_never_ends_is_interrupted_and_repeated(plan, c
     assert [inbox.tokens for inbox in inboxes] == [expected(n, 30) for n in range(4)]
     assert link.num_restarts == 0
     written = capfd.readouterr().err
-    assert "num_running" in written and "heartbeat.py" in written, "stacks and state in the log"
+    assert "num_running" in written and "liveness.py" in written, "stacks and state in the log"
     await link.stop()
 
 

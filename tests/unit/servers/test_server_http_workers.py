@@ -16,8 +16,7 @@ from engine.core.config import check_references
 from engine.core.config_schema import ServerSettings
 from engine.core.errors import ConfigError
 from engine.core.listening import address_of, bind_socket
-from engine.core.sandbox import processes
-from engine.frontend import liveness_monitor
+from engine.core.sandbox import liveness, processes
 from engine.servers import run
 from engine.servers.http_workers import pool, worker
 from engine.servers.http_workers.pool import HttpWorkers
@@ -188,7 +187,7 @@ async def test_an_http_worker_that_cannot_be_started_is_retried(monkeypatch):
 async def test_a_frozen_http_worker_gets_sigcont_and_is_replaced_if_it_freezes_again(monkeypatch):
     """New connections wait at most until then. Those that it had not taken go elsewhere."""
     for name, seconds in (("FROZEN", 1.0), ("WAKE", 1.2), ("GIVE_UP", 9.0), ("RELAPSED", 1.2)):
-        monkeypatch.setattr(liveness_monitor, f"{name}_AFTER_S", seconds)
+        monkeypatch.setattr(liveness, f"{name}_AFTER_S", seconds)
     monkeypatch.setattr(pool, "CHECK_S", 0.1)
     async with workers_of(2) as (workers, url), contextlib.AsyncExitStack() as stack:
 
@@ -209,7 +208,7 @@ async def test_a_frozen_http_worker_gets_sigcont_and_is_replaced_if_it_freezes_a
 
 
 async def test_a_frozen_http_worker_gets_no_connections(monkeypatch):
-    monkeypatch.setattr(liveness_monitor, "FROZEN_AFTER_S", 1.0)
+    monkeypatch.setattr(liveness, "FROZEN_AFTER_S", 1.0)
     here: list[socket.socket] = []
     async with workers_of(1, here=here) as (workers, url):
         os.kill(workers.pids[0], signal.SIGSTOP)

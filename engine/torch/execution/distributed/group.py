@@ -20,12 +20,11 @@ import msgspec
 
 from engine.core.errors import error_from_code
 from engine.core.observability.logging import current_setup
+from engine.core.sandbox.liveness import Heartbeat, Silence, heartbeat_file
 from engine.core.sandbox.processes import kill_child, start_child
-from engine.core.sandbox.silence import Silence
 from engine.core.shards.frames import Array, decode_frame, encode_frame
 from engine.core.shards.layout import ShardLayout
 from engine.core.shards.ring import RingClosedError, RingReader, RingWriter, ring_file
-from engine.ipc.heartbeat import Heartbeat, heartbeat_file
 from engine.runtime.model_runner import RunnerConfig, RunnerLostError
 from engine.torch.execution.distributed.remote import (
     RemoteRank,

@@ -19,12 +19,12 @@ import numpy as np
 
 from engine.core.errors import EngineError, ModelError
 from engine.core.observability.logging import setup_logging
+from engine.core.sandbox.liveness import TICK_S, Heartbeat
 from engine.core.sandbox.processes import die_with_parent, prefer_oom_kill
 from engine.core.shards.frames import Array, decode_frame, encode_frame
 from engine.core.shards.layout import ShardLayout
 from engine.core.shards.link import TcpLink, read_token, split_address
 from engine.core.shards.ring import RingClosedError, RingReader, RingWriter
-from engine.ipc.heartbeat import TICK_S, Heartbeat
 from engine.runtime.model_runner import (
     BatchInputs,
     PendingTokens,

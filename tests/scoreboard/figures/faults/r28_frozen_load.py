@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 import psutil
 
-from engine.frontend.liveness_monitor import MIN_DOWN_S
+from engine.core.sandbox.liveness import MIN_DOWN_S
 from engine.ipc.engine_process import WORKER_MODULE
 from tests.scoreboard.figure import Run, Values, at_most, figure
 from tests.scoreboard.served_engine import Served, seconds_until, served_engine
