@@ -131,7 +131,9 @@ class ServerSettings(Section):
     """Unload a model after this time without a request; the next request loads it again."""
     ui: Annotated[bool, Flag("Serve the web page at /.", "--ui/--no-ui --webui/--no-webui")] = True
     """Serve the web page at `/`; if keys are set, the page asks its user for one."""
-    dialects: Dialects = ("llamacpp", "vllm", "sglang", "ollama", "azure", "kserve")
+    dialects: Dialects = (
+        *("llamacpp", "vllm", "sglang", "ollama", "azure", "kserve", "huggingface"),
+    )
     """APIs of other servers that are served besides our own; an empty list serves none of them."""
     accept_any_model: bool = False
     """Let the only model answer requests for models that are not served, with a warning."""

@@ -100,7 +100,7 @@ Origins = Annotated[
 ]
 Frontends = Literal["auto"] | Annotated[int, Field(ge=1, le=32)]
 Policy = Literal["lru", "lfu", "fifo"]
-Dialect = Literal["llamacpp", "vllm", "sglang", "ollama", "azure", "kserve"]
+Dialect = Literal["llamacpp", "vllm", "sglang", "ollama", "azure", "kserve", "huggingface"]
 Dialects = Annotated[tuple[Dialect, ...], BeforeValidator(_split_commas)]
 
 

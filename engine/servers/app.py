@@ -153,6 +153,7 @@ DIALECTS: dict[Dialect, tuple[str, ...]] = {
     "ollama": ("ollama.routes:add_ollama_routes",),
     "azure": ("azure:add_azure_routes",),
     "kserve": ("kserve.routes:add_kserve_routes",),
+    "huggingface": ("huggingface.routes:add_huggingface_routes",),
 }
 # Like DIALECTS, for other names of our routes. They are added last, when our routes are there.
 OTHER_NAMES: dict[Dialect, str] = {"llamacpp": "llamacpp.state:add_alias_routes"}

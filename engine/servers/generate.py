@@ -5,7 +5,8 @@ A submission runs until it ends or is deleted, even if no client reads its strea
 kept for `KEEP_S` seconds after the end. Only its tenant can see it. With `stream: true`, one call
 submits the prompt and streams the answer. In this case, a disconnect ends the generation.
 
-A body with `text` or `input_ids` instead of `prompt` is SGLang's; `sglang_api` answers it.
+A body with `text` or `input_ids` instead of `prompt` is SGLang's; `sglang_api` answers it. One with
+`inputs` is Text Generation Inference's; `huggingface` answers it.
 """
 
 import asyncio
@@ -48,6 +49,7 @@ from engine.servers.serving.sse import (
 )
 
 if TYPE_CHECKING:
+    from engine.servers.huggingface.schema import TextGenerationBody
     from engine.servers.sglang_api.schema import SglangGenerateBody
 
 MAX_SUBMISSIONS = 512
@@ -227,14 +229,21 @@ class Submissions:
 
 def add_generate_routes(app: FastAPI, services: Services) -> None:
     submissions = Submissions()
-    takes_native = "sglang" in services.settings.server.dialects
+    dialects = services.settings.server.dialects
 
-    def choose(raw: dict[str, Any]) -> "type[GenerateBody | SglangGenerateBody]":
-        if not takes_native or "prompt" in raw or not ("text" in raw or "input_ids" in raw):
-            return GenerateBody
-        from engine.servers.sglang_api.schema import SglangGenerateBody
+    # Few clients send the forms of other servers, so these are imported late.
+    def choose(
+        raw: dict[str, Any],
+    ) -> "type[GenerateBody | SglangGenerateBody | TextGenerationBody]":
+        if "sglang" in dialects and "prompt" not in raw and ("text" in raw or "input_ids" in raw):
+            from engine.servers.sglang_api.schema import SglangGenerateBody
 
-        return SglangGenerateBody
+            return SglangGenerateBody
+        if "huggingface" in dialects and "prompt" not in raw and "inputs" in raw:
+            from engine.servers.huggingface.schema import TextGenerationBody
+
+            return TextGenerationBody
+        return GenerateBody
 
     @app.post("/generate")
     async def submit(
@@ -242,9 +251,7 @@ def add_generate_routes(app: FastAPI, services: Services) -> None:
     ) -> Response:
         body = await services.read_chosen(request, choose)
         if not isinstance(body, GenerateBody):
-            from engine.servers.sglang_api.generate import answer  # few clients send this form
-
-            return await answer(services, request, ticket, body)
+            return await _answer_other(services, request, ticket, body)
         request_id, pump = await _start(services, request, body, ticket)
         if body.stream:
             return await answer_streaming(pump, GenerateStream(request_id))
@@ -280,6 +287,23 @@ def add_generate_routes(app: FastAPI, services: Services) -> None:
         submission = submissions.find(request_id, principal_of(request).name)
         await submission.cancel()
         return json_response(submission.state())
+
+
+async def _answer_other(
+    services: Services,
+    request: Request,
+    ticket: Ticket,
+    body: "SglangGenerateBody | TextGenerationBody",
+) -> Response:
+    from engine.servers.sglang_api.schema import SglangGenerateBody
+
+    if isinstance(body, SglangGenerateBody):
+        from engine.servers.sglang_api import generate as sglang
+
+        return await sglang.answer(services, request, ticket, body)
+    from engine.servers.huggingface import routes as huggingface
+
+    return await huggingface.answer(services, request, ticket, body)
 
 
 async def _start(

@@ -7,6 +7,7 @@ below list the bodies.
 
 import asyncio
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -28,6 +29,7 @@ from engine.servers.files.routes import FileQuery, UploadFields
 from engine.servers.files.uploads import CompleteBody, PartFields, UploadBody
 from engine.servers.fine_tuning.schema import EventQuery, JobBody, JobListQuery, JobQuery
 from engine.servers.http.errors import LLAMACPP_PATHS, is_anthropic, is_kserve, is_ollama
+from engine.servers.huggingface import schema as huggingface
 from engine.servers.interp.routes import RunBody
 from engine.servers.kserve import schema as kserve
 from engine.servers.llamacpp import schema as llamacpp
@@ -133,8 +135,12 @@ BODIES |= ollama.BODIES
 BODIES |= kserve.BODIES
 # Azure's paths have the bodies of OpenAI's.
 BODIES |= {azure.path_of(each): BODIES[f"/v1/{each}"] for each in azure.OPERATIONS}
-# Maps paths to the other form of the JSON body that a POST accepts.
-OTHER_BODIES: dict[str, type[BaseModel]] = {"/generate": SglangGenerateBody}
+BODIES |= huggingface.BODIES
+# Maps paths to the other forms of the JSON body that a POST accepts.
+OTHER_BODIES: dict[str, tuple[type[BaseModel], ...]] = {
+    "/": (huggingface.EmbedBody,),
+    "/generate": (SglangGenerateBody, huggingface.TextGenerationBody),
+}
 # Paths of a POST without a body.
 BODILESS = (
     *("/flush_cache", "/ping", "/reset_prefix_cache", "/sleep", "/start_profile"),
@@ -261,7 +267,7 @@ def document(app: FastAPI) -> dict[str, Any]:
         routes=app.routes,
     )
     forms = [form_fields for form_fields, _ in FORMS.values()]
-    models = dict.fromkeys([*BODIES.values(), *OTHER_BODIES.values(), *forms])
+    models = dict.fromkeys([*BODIES.values(), *chain(*OTHER_BODIES.values()), *forms])
     references, definitions = models_json_schema(
         [(model, "validation") for model in models], ref_template=_REFS
     )
@@ -287,8 +293,10 @@ def document(app: FastAPI) -> dict[str, Any]:
             if method == "post" and path in BODIES:
                 model = BODIES[path]
                 schema = references[model, "validation"]
-                if (other := OTHER_BODIES.get(path)) is not None:
-                    schema = {"anyOf": [schema, references[other, "validation"]]}
+                if others := OTHER_BODIES.get(path):
+                    schema = {
+                        "anyOf": [references[each, "validation"] for each in (model, *others)]
+                    }
                 operation["requestBody"] = _body("application/json", schema)
                 if "stream" in model.model_fields:
                     kind = LineStream if is_ollama(path) else EventStream

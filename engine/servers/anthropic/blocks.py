@@ -26,6 +26,7 @@ from engine.servers.schema.tools import (
     check_distinct,
     check_tool_list,
     function_tool,
+    not_run,
 )
 
 MAX_BLOCKS = 1_024
@@ -61,6 +62,10 @@ _BLOCKS_OF = {
     "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
     "system": ("text",),
 }
+# Tools that run at Anthropic. Clients that offer them have other tools beside them.
+_RUN_ELSEWHERE = re.compile(
+    r"(web_search|web_fetch|code_execution|tool_search_tool_(regex|bm25))_\d{8}|mcp_toolset"
+)
 _TOOL_FIELDS = (
     *("type", "name", "description", "input_schema", "strict", "input_examples"),
     *("cache_control", "allowed_callers", "defer_loading", "eager_input_streaming"),
@@ -99,9 +104,18 @@ class BlockReader:
 
     def tools(self, value: Any) -> tuple[dict[str, Any], ...]:
         check_tool_list(value, "tools")
-        tools = tuple(self._tool(item, f"tools[{i}]") for i, item in enumerate(value or ()))
-        check_distinct(enumerate(tools), "tools[{}].name")
-        return tools
+        tools: dict[int, dict[str, Any]] = {}
+        left_out: list[str] = []
+        for position, item in enumerate(value or ()):
+            kind = item.get("type") if isinstance(item, dict) else None
+            if isinstance(kind, str) and _RUN_ELSEWHERE.fullmatch(kind):
+                left_out.append(kind)
+            else:
+                tools[position] = self._tool(item, f"tools[{position}]")
+        check_distinct(tools.items(), "tools[{}].name")
+        if left_out:
+            self.warnings["tools"] = not_run(left_out)
+        return tuple(tools.values())
 
     def cache_control(self, value: Any, where: str) -> None:
         if value is None:
@@ -246,7 +260,7 @@ class BlockReader:
             raise problem(where, f"should be an object, got {describe(item)}")
         kind = item.get("type")
         if kind not in (None, "custom"):
-            rule = f"only custom tools are supported by this server, got {describe(kind)}"
+            rule = f"should be custom, with a name and an input_schema, got {describe(kind)}"
             raise problem(f"{where}.type", rule)
         _only_known(item, _TOOL_FIELDS, where, "a custom tool")
         self.cache_control(item.get("cache_control"), f"{where}.cache_control")

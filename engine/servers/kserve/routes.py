@@ -90,6 +90,9 @@ def _add_inference_routes(app: FastAPI, services: Services, prefix: str) -> None
         request: Request, ticket: admitted, name: str, version: str = VERSION
     ) -> Response:
         asked, body = await _read_infer(services, request)
+        if asked.model_name not in (None, name):
+            rule = f"should be {name}, as in the path, got {describe(asked.model_name)}"
+            raise problem("model_name", rule)
         if body.stream:
             raise problem("stream", "is for generate_stream, and for gRPC's ModelStreamInfer")
         card, pump = await _open(services, request, ticket, body, name, version)

@@ -71,6 +71,7 @@ class InferBody(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, defer_build=True)
 
     id: Id = ""
+    model_name: Name | None = None  # that of the path, which KServe's client repeats here
     inputs: Annotated[list[TensorBody], Field(min_length=1, max_length=64)]
     outputs: Annotated[list[OutputBody], Field(max_length=64)] = []
     parameters: dict[str, Any] = {}

@@ -51,7 +51,7 @@ def add_change_routes(app: FastAPI, services: Services, models: OllamaModels) ->
 
     @app.post("/api/pull", response_class=LineStream, status_code=200)
     async def pull_model(request: Request) -> Response:
-        body = await services.read(request, OllamaPullBody, any_type=True)
+        body = await services.read(request, OllamaPullBody, is_lenient=True)
         spec = _spec(request, body.model_name)
         if body.insecure:
             services.warn(request, "insecure", "connections are verified in any case")
@@ -65,14 +65,14 @@ def add_change_routes(app: FastAPI, services: Services, models: OllamaModels) ->
 
     @app.delete("/api/delete")
     async def delete(request: Request) -> Response:
-        body = await services.read(request, OllamaNamedBody, any_type=True)
+        body = await services.read(request, OllamaNamedBody, is_lenient=True)
         async with audit.change(who_is(request), "models.delete", body.model_name):
             await _delete(services, models, request, body.model_name)
         return Response()
 
     @app.post("/api/copy")
     async def copy(request: Request) -> Response:
-        body = await services.read(request, OllamaCopyBody, any_type=True)
+        body = await services.read(request, OllamaCopyBody, is_lenient=True)
         new_id = _new_id(body.destination, "destination")
         source = await models.find(request, body.source)
         async with audit.change(who_is(request), "models.copy", new_id, source=source.id):
@@ -81,7 +81,7 @@ def add_change_routes(app: FastAPI, services: Services, models: OllamaModels) ->
 
     @app.post("/api/create", response_class=LineStream, status_code=200)
     async def create(request: Request) -> Response:
-        body = await services.read(request, OllamaCreateBody, any_type=True)
+        body = await services.read(request, OllamaCreateBody, is_lenient=True)
         if body.base is None:
             raise problem("from", "is needed: the model that the new one is made of")
         new_id = _new_id(body.model_name, "model")

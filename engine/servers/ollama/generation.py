@@ -49,7 +49,7 @@ def add_generation_routes(app: FastAPI, services: Services, models: OllamaModels
     async def chat(
         request: Request, ticket: Annotated[Ticket, Depends(services.admitted)]
     ) -> Response:
-        body = await services.read(request, OllamaChatBody, any_type=True)
+        body = await services.read(request, OllamaChatBody, is_lenient=True)
         card = await models.find(request, body.model)
         answer = _answer(request, body, card, is_chat=True)
         if not body.messages:
@@ -65,7 +65,7 @@ def add_generation_routes(app: FastAPI, services: Services, models: OllamaModels
     async def generate(
         request: Request, ticket: Annotated[Ticket, Depends(services.admitted)]
     ) -> Response:
-        body = await services.read(request, OllamaGenerateBody, any_type=True)
+        body = await services.read(request, OllamaGenerateBody, is_lenient=True)
         card = await models.find(request, body.model)
         answer = _answer(request, body, card, is_chat=False)
         if not body.prompt and not body.images:
@@ -194,7 +194,7 @@ def add_embedding_routes(app: FastAPI, services: Services, models: OllamaModels)
     async def embed_texts(
         request: Request, ticket: Annotated[Ticket, Depends(services.admitted)]
     ) -> Response:
-        body = await services.read(request, OllamaEmbedBody, any_type=True)
+        body = await services.read(request, OllamaEmbedBody, is_lenient=True)
         card = await models.find(request, body.model)
         _check_embedding(services, request, models, card, body, body.dimensions)
         vectors, num_tokens = [], 0
@@ -218,7 +218,7 @@ def add_embedding_routes(app: FastAPI, services: Services, models: OllamaModels)
     async def embed_prompt(
         request: Request, ticket: Annotated[Ticket, Depends(services.admitted)]
     ) -> Response:
-        body = await services.read(request, OllamaEmbeddingsBody, any_type=True)
+        body = await services.read(request, OllamaEmbeddingsBody, is_lenient=True)
         card = await models.find(request, body.model)
         _check_embedding(services, request, models, card, body, None)
         if not body.prompt:

@@ -72,7 +72,7 @@ def _add_model_routes(app: FastAPI, services: Services, models: OllamaModels) ->
 
     @app.post("/api/show")
     async def show(request: Request) -> Response:
-        body = await services.read(request, OllamaShowBody, any_type=True)
+        body = await services.read(request, OllamaShowBody, is_lenient=True)
         found, principal = models.served(request, body.model_name), principal_of(request)
         if found is not None:
             card = services.find_model(found, principal)

@@ -6,6 +6,7 @@ disconnects and metrics work as for all other requests.
 
 import asyncio
 import base64
+import functools
 from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any, Literal
 
@@ -39,13 +40,13 @@ MAX_INPUTS = 2_048
 MAX_DIMENSIONS = 2**20
 
 
-def _parse_inputs(value: Any) -> tuple[fields.Prompt, ...]:
+def _parse_inputs(value: Any, name: str) -> tuple[fields.Prompt, ...]:
     if isinstance(value, str) or (isinstance(value, list) and value and type(value[0]) is int):
-        return (_parse_one(value, "input"),)
+        return (_parse_one(value, name),)
     if not isinstance(value, list) or not 1 <= len(value) <= MAX_INPUTS:
         rule = f"should be text, token ids, or a list of 1 to {MAX_INPUTS} of either"
-        raise problem("input", f"{rule}, got {describe(value)}")
-    return tuple(_parse_one(item, f"input[{i}]") for i, item in enumerate(value))
+        raise problem(name, f"{rule}, got {describe(value)}")
+    return tuple(_parse_one(item, f"{name}[{i}]") for i, item in enumerate(value))
 
 
 def _parse_one(item: Any, where: str) -> fields.Prompt:
@@ -97,9 +98,13 @@ class VectorsBody(BaseModel):
     user: fields.EndUser | None = None
 
 
-Inputs = Annotated[
-    tuple[fields.Prompt, ...], PlainValidator(_parse_inputs), WithJsonSchema(_INPUTS_SCHEMA)
-]
+def inputs_named(name: str) -> tuple[PlainValidator, WithJsonSchema]:
+    """Pydantic annotations for texts or token ids in the field `name`."""
+    check = PlainValidator(functools.partial(_parse_inputs, name=name))
+    return check, WithJsonSchema(_INPUTS_SCHEMA)
+
+
+Inputs = Annotated[tuple[fields.Prompt, ...], *inputs_named("input")]
 
 
 class EmbeddingBody(VectorsBody):
@@ -118,7 +123,7 @@ def add_embeddings_routes(app: FastAPI, services: Services) -> None:
         card = services.choose_model(request, body.model)
         check_embeddings(services, request, card, body.dimensions)
         try:
-            names = _prompt_names(card, body)
+            names = prompt_names(card, body.prompt_name, body.input)
             made = await embed(services, request, ticket, card, body, "embd", body.input, names)
         except InvalidRequestError as error:
             raise _with_advice(error, body.input) from None
@@ -183,8 +188,10 @@ async def embed(
     return made[0]
 
 
-def _prompt_names(card: ModelCard, body: EmbeddingBody) -> tuple[str | None, ...]:
-    name = body.prompt_name
+def prompt_names(
+    card: ModelCard, name: str | None, inputs: Sequence[fields.Prompt]
+) -> tuple[str | None, ...]:
+    """The prompts of the inputs, if the request names one."""
     if name is None:
         return ()
     if name not in card.prompt_names:
@@ -192,9 +199,9 @@ def _prompt_names(card: ModelCard, body: EmbeddingBody) -> tuple[str | None, ...
         raise InvalidRequestError(
             f"This model has no prompt {name!r}; its prompts are: {known}.", param="prompt_name"
         )
-    if not all(isinstance(each, str) for each in body.input):
+    if not all(isinstance(each, str) for each in inputs):
         raise InvalidRequestError("A prompt can't stand before token ids.", param="prompt_name")
-    return (name,) * len(body.input)
+    return (name,) * len(inputs)
 
 
 def usage_body(made: Embeddings) -> dict[str, int]:

@@ -37,6 +37,7 @@ from engine.servers.responses.schema import (
     ResponseBody,
 )
 from engine.servers.responses.store import PREFIX, ResponseStore, Turn
+from engine.servers.schema.tools import not_run
 from engine.servers.serving.admission import Ticket
 from engine.servers.serving.event_pump import EventPump
 from engine.servers.serving.generation import (
@@ -195,8 +196,7 @@ class ResponseMaker:
         if body.text_format.parsed.has_description:
             services.warn(request, "text.format.description", "is not shown to the model")
         if body.offered.left_out:
-            kinds = ", ".join(dict.fromkeys(body.offered.left_out))
-            services.warn(request, "tools", f"left out what this server can't run: {kinds}")
+            services.warn(request, "tools", not_run(body.offered.left_out))
         choice, tools = body.choice_of_tools
         return ChatInput(
             card,

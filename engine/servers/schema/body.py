@@ -223,16 +223,20 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 def parse_body(
-    kind: type[Body], raw: dict[str, Any], on_read: Callable[[Reading], None] | None = None
+    kind: type[Body],
+    raw: dict[str, Any],
+    on_read: Callable[[Reading], None] | None = None,
+    *,
+    ignores: bool = False,
 ) -> Body:
     """Validate the body `raw` of a request for an answer. Parameters of other servers are converted
     first. `on_read` gets those that were converted, and those that have no effect. It is not called
-    if there are none.
+    if there are none. If `ignores`, unknown and unsupported parameters have no effect.
     """
     known = _names(kind)
     if raw.keys() <= known:
         return validated(kind, raw)
-    reading = read_words(raw, known, warns=issubclass(kind, SamplingBody))
+    reading = read_words(raw, known, warns=issubclass(kind, SamplingBody), ignores=ignores)
     body = validated(kind, reading.values, reading.sent_as)
     if on_read is not None:
         on_read(reading)

@@ -21,10 +21,13 @@ MAX_CHOICES = 1_024
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 # Maps the types of `response_format` to their fields. llama.cpp's `json_object` may have a schema.
+# `value` is what Text Generation Inference calls a schema or a regular expression.
 _FORMAT_FIELDS = {
     "text": ("type",),
-    "json_object": ("type", "schema"),
+    "json_object": ("type", "schema", "value"),
     "json_schema": ("type", "json_schema"),
+    "json": ("type", "value"),
+    "regex": ("type", "value"),
 }
 FORMATS = tuple(_FORMAT_FIELDS)
 _SCHEMA_FIELDS = ("name", "description", "schema", "strict")
@@ -48,11 +51,17 @@ def read_response_format(value: Any, where: str = "response_format") -> Response
     check_keys(value, _FORMAT_FIELDS[kind], where)
     if kind == "text":
         return ResponseFormat(None)
-    if kind == "json_object":
-        if value.get("schema") is not None:
-            return ResponseFormat(schema_spec(value["schema"], f"{where}.schema", where))
-        return ResponseFormat(GrammarSpec(kind="json_object", param=where))
-    return _json_schema(value.get("json_schema"), where)
+    if kind == "json_schema":
+        return _json_schema(value.get("json_schema"), where)
+    if kind == "regex":
+        regex = _text(value.get("value"), f"{where}.value")
+        return ResponseFormat(GrammarSpec(kind="regex", source=regex, param=where))
+    given = [key for key in ("schema", "value") if value.get(key) is not None]
+    if len(given) > 1:
+        raise problem(where, "should have schema or value, got both")
+    for key in given:
+        return ResponseFormat(schema_spec(value[key], f"{where}.{key}", where))
+    return ResponseFormat(GrammarSpec(kind="json_object", param=where))
 
 
 def _json_schema(value: Any, param: str) -> ResponseFormat:

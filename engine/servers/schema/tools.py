@@ -17,7 +17,13 @@ MAX_TOOL_NAME = 128
 
 _NAME = re.compile(rf"[A-Za-z0-9_.-]{{1,{MAX_TOOL_NAME}}}")
 _FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
-_MODES = {"none": ToolChoice("none"), "auto": ToolChoice(), "required": ToolChoice("required")}
+# "any" is Mistral's word for "required".
+_MODES = {
+    "none": ToolChoice("none"),
+    "auto": ToolChoice(),
+    "required": ToolChoice("required"),
+    "any": ToolChoice("required"),
+}
 
 
 def parse_tools(value: Any, where: str = "tools") -> tuple[dict[str, Any], ...]:
@@ -49,6 +55,11 @@ def check_distinct(tools: Iterable[tuple[int, dict[str, Any]]], place: str) -> N
         seen.add(name)
 
 
+def not_run(kinds: Iterable[str]) -> str:
+    """The warning about tools that another company's servers run."""
+    return f"left out what this server can't run: {', '.join(dict.fromkeys(kinds))}"
+
+
 def parse_tool_choice(
     value: Any, tools: tuple[dict[str, Any], ...], where: str = "tool_choice"
 ) -> tuple[ToolChoice, tuple[dict[str, Any], ...]]:
@@ -62,7 +73,7 @@ def parse_tool_choice(
             raise problem(where, f"should be none, auto, required or an object, got {value[:64]!r}")
         choice = _MODES[value]
         if choice.mode == "required" and not tools:
-            raise problem(where, "required needs tools to choose from")
+            raise problem(where, f"{value} needs tools to choose from")
         return choice if tools else ToolChoice("none"), tools
     if not isinstance(value, dict):
         raise problem(where, f"should be a string or an object, got {describe(value)}")

@@ -185,10 +185,13 @@ class Services:
         finally:
             await ticket.close()
 
-    async def read(self, request: Request, kind: type[Body], any_type: bool = False) -> Body:
+    async def read(self, request: Request, kind: type[Body], is_lenient: bool = False) -> Body:
+        """Read the request body. If `is_lenient`, its Content-Type does not matter, and parameters
+        that this server does not have only cause a warning, as Ollama's clients expect.
+        """
         on_read = functools.partial(self.note_words, request)
-        parse = functools.partial(parse_body, kind, on_read=on_read)
-        return await self.read_as(request, parse, any_type)
+        parse = functools.partial(parse_body, kind, on_read=on_read, ignores=is_lenient)
+        return await self.read_as(request, parse, is_lenient)
 
     async def read_chosen(
         self, request: Request, choose: Callable[[dict[str, Any]], type[Body]]

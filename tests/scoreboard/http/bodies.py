@@ -13,13 +13,16 @@ def least_bodies(model: str) -> dict[str, dict[str, Any]]:
 
 def _other_servers(model: str, texts: dict[str, Any]) -> dict[str, dict[str, Any]]:
     tensor = {"name": "text_input", "shape": [1], "datatype": "BYTES", "data": ["a"]}
+    text = {"inputs": "a", "parameters": {"max_new_tokens": 1}}
     return {
+        "/": text,
         "/apply-template": {"messages": MESSAGES},
         "/chat/completions": {"model": model, "messages": MESSAGES, "max_tokens": 1},
         "/chat/completions/input_tokens": {"messages": MESSAGES},
         "/completion": {"prompt": "a", "n_predict": 1},
         "/completions": {"prompt": "a", "n_predict": 1},
         "/detokenize": {"tokens": [1, 2]},
+        "/embed": {"inputs": "a"},
         "/embedding": {"content": "a"},
         "/embeddings": {"input": "a"},
         "/api/chat": {"model": model, "messages": MESSAGES, "options": {"num_predict": 1}},
@@ -35,6 +38,7 @@ def _other_servers(model: str, texts: dict[str, Any]) -> dict[str, dict[str, Any
         "/openai/deployments/{deployment}/completions": {"prompt": "a", "max_tokens": 1},
         "/openai/deployments/{deployment}/embeddings": {"input": "a"},
         "/generate": {"prompt": "a", "max_tokens": 1},
+        "/generate_stream": text,
         "/infill": {"input_prefix": "a", "input_suffix": "b", "n_predict": 1},
         "/rerank": texts,
         "/reranking": texts,

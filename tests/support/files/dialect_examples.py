@@ -130,6 +130,7 @@ SAME: dict[str, tuple[Any, dict[str, Any]]] = {
         {"repetition_penalty": 1.5, "max_tokens": 2, "seed": 1},
     ),
     "random_seed": (5, {"seed": 5}),
+    "parameters": ({"max_new_tokens": 2, "seed": 1}, {"max_tokens": 2, "seed": 1}),
     "sampling_params": ({"max_new_tokens": 2, "seed": 1}, {"max_tokens": 2, "seed": 1}),
     "reasoning": ({"effort": "none", "enabled": False}, {"reasoning_effort": "none"}),
     "regex": ("a+", {"structured_outputs": {"regex": "a+"}}),

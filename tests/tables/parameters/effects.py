@@ -112,6 +112,16 @@ SGLANG = {
     "rid": Effect("r1", {"answer.meta_info.id": "r1"}),
     "stream": Effect(True),
 }
+HUGGINGFACE = {
+    "inputs": Effect("é", {"request.prompt": "é"}),
+    "do_sample": params(None, "temperature", 0.0),
+    "details": Effect(True, {"answer.details.generated_tokens": is_there}),
+    "decoder_input_details": params(True, "score_prompt", True, details=True),
+    "top_n_tokens": params(3, "logprobs", 3, details=True),
+    "return_full_text": Effect(True, {"answer.generated_text": "one twoHello from a fake model."}),
+    "truncate": Effect(3, {"context.truncate_prompt_tokens": 3}),
+    "grammar": grammar({"type": "regex", "value": "é+"}, "regex"),
+}
 RESPONSES = {
     "input": Effect("é", {"request.messages.0.content": "é"}),
     "instructions": Effect("é", {"request.messages.0.content": "é"}),
@@ -228,6 +238,7 @@ BATCH = {name: acts(name) for name in _OF_CHATS} | {
 OWN = {
     "fim": FIM,
     "sglang": SGLANG,
+    "huggingface": HUGGINGFACE,
     "responses": RESPONSES,
     "messages": MESSAGES,
     "llamacpp": LLAMACPP,

@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from engine.servers.anthropic import schema as anthropic
+from engine.servers.huggingface.schema import TextGenerationBody
 from engine.servers.kserve.schema import TextBody
 from engine.servers.llamacpp.schema import InfillBody, NativeBody
 from engine.servers.ollama.schema import OllamaChatBody, OllamaGenerateBody
@@ -70,6 +71,13 @@ ENDPOINTS = (
         *("sglang", "/generate", SglangGenerateBody, {"text": "one two"}),
         inside="sampling_params",
         default_limit=128,
+    ),
+    Endpoint(
+        *("huggingface", "/generate", TextGenerationBody),
+        # With it, the default of the temperature is that of all other endpoints.
+        {"inputs": "one two", "do_sample": True},
+        inside="parameters",
+        default_limit=100,
     ),
     Endpoint(
         *("responses", "/v1/responses", ResponseBody, {"input": "one two", "store": False}),

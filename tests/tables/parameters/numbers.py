@@ -72,6 +72,7 @@ REFUSED = {
     ("ollama generate", "n"),
     ("batch chat", "n"),
     ("kserve", "n"),
+    ("huggingface", "n"),
 }
 # Names of other servers, each with ours. They are accepted where ours is.
 ALIASES = {

@@ -35,7 +35,7 @@ def places_of(name: str, route: APIRoute) -> set[str]:
         found |= {f"?{each}" for each in _fields(QUERIES[path])}
     if method == "POST":
         form = [FORMS[path][0]] if path in FORMS else []
-        bodies = [each[path] for each in (BODIES, OTHER_BODIES) if path in each]
+        bodies = [*([BODIES[path]] if path in BODIES else ()), *OTHER_BODIES.get(path, ())]
         found |= {each for kind in (*bodies, *form) for each in _fields(kind)}
     return found
 

@@ -25,6 +25,7 @@ Access = Literal["open", "key", "metrics", "admin", "node"]
 TABLE = """
 GET / key
 HEAD / key
+POST / key model=model
 HEAD /api/blobs/{digest} key {digest}=-
 POST /api/chat key model=model
 POST /api/copy admin
@@ -45,6 +46,7 @@ POST /classify key model=model
 POST /completion key model=model
 POST /completions key model=model
 POST /detokenize key model=model
+POST /embed key model=model
 POST /embedding key model=model
 POST /embeddings key model=model
 POST /flush_cache admin
@@ -52,6 +54,7 @@ POST /generate key model=model
 DELETE /generate/{request_id} key {request_id}=submission
 GET /generate/{request_id} key {request_id}=submission
 GET /generate/{request_id}/stream key {request_id}=submission
+POST /generate_stream key model=model
 GET /get_model_info key
 GET /get_server_info key
 GET /health open
@@ -61,6 +64,7 @@ GET /healthz open
 HEAD /healthz open
 POST /infill key model=model
 POST /invocations key model=model
+GET /info key
 GET /is_sleeping key
 GET /livez open
 HEAD /livez open
@@ -212,12 +216,12 @@ GET /v2/health/ready open
 GET /v2/models/{name:path} key {name}=model
 POST /v2/models/{name:path}/generate key {name}=model
 POST /v2/models/{name:path}/generate_stream key {name}=model
-POST /v2/models/{name:path}/infer key {name}=model
+POST /v2/models/{name:path}/infer key {name}=model model_name=-
 GET /v2/models/{name:path}/ready key {name}=model
 GET /v2/models/{name:path}/versions/{version} key {name}=model {version}=-
 POST /v2/models/{name:path}/versions/{version}/generate key {name}=model {version}=-
 POST /v2/models/{name:path}/versions/{version}/generate_stream key {name}=model {version}=-
-POST /v2/models/{name:path}/versions/{version}/infer key {name}=model {version}=-
+POST /v2/models/{name:path}/versions/{version}/infer key {name}=model {version}=- model_name=-
 GET /v2/models/{name:path}/versions/{version}/ready key {name}=model {version}=-
 POST /v2/repository/index key
 POST /v2/rerank key model=model
@@ -230,55 +234,56 @@ POST /wake_up admin
 _PLAIN_NAMES = """
 add_generation_prompt add_special_tokens allowed_token_ids autoload background bad_words best_of
 bytes cache_control cache_prompt cache_salt chat_template_kwargs client_metadata completion_window
-content context context_management continue_final_message dimensions documents dry_allowed_length
-dry_base dry_multiplier dry_penalty_last_n dry_sequence_breakers dynatemp_exponent dynatemp_range
-early_stopping echo embd_normalize enable_thinking encoding_format endpoint
-exclude_input_in_output expires_after expires_after.anchor expires_after.seconds fail_on_no_slot
-filename format frequency_penalty guided_choice guided_grammar guided_json guided_regex
-hyperparameters hyperparameters.batch_size hyperparameters.beta
-hyperparameters.learning_rate_multiplier hyperparameters.n_epochs id id_slot ignore_eos images
-include include_obfuscation include_reasoning include_stop_str_in_output input input_extra
-input_extra.filename input_extra.text input_ids input_prefix input_suffix inputs inputs.data
-inputs.datatype inputs.name inputs.parameters inputs.shape instructions integrations interp
-interp.attention interp.attention.heads interp.attention.layers interp.attention.phase
-interp.attention.positions interp.attribution interp.attribution.method
-interp.attribution.position interp.attribution.target interp.capture interp.capture.phase
-interp.capture.positions interp.capture.site interp.edit interp.edit.feature interp.edit.from
-interp.edit.from.positions interp.edit.from.site interp.edit.op interp.edit.phase
-interp.edit.positions interp.edit.sae interp.edit.scale interp.edit.site interp.edit.vector
-interp.encoding_format interp.features interp.features.phase interp.features.positions
-interp.features.sae interp.features.site interp.features.top interp.lens interp.lens.layers
-interp.lens.phase interp.lens.positions interp.lens.top interp.lens.tuned interp.store items
-keep_alive length_penalty limit logit_bias logprob_start_len logprob_token_ids logprobs lora
-lora.alpha lora.dropout lora.rank lora.target_modules max_completion_tokens max_output_tokens
-max_tokens max_tool_calls md5 messages metadata metadata.user_id method method.dpo
-method.dpo.hyperparameters method.dpo.hyperparameters.batch_size method.dpo.hyperparameters.beta
-method.dpo.hyperparameters.learning_rate_multiplier method.dpo.hyperparameters.n_epochs
-method.supervised method.supervised.hyperparameters method.supervised.hyperparameters.batch_size
-method.supervised.hyperparameters.beta method.supervised.hyperparameters.learning_rate_multiplier
+content context context_management continue_final_message decoder_input_details details dimensions
+do_sample documents dry_allowed_length dry_base dry_multiplier dry_penalty_last_n
+dry_sequence_breakers dynatemp_exponent dynatemp_range early_stopping echo embd_normalize
+enable_thinking encoding_format endpoint exclude_input_in_output expires_after
+expires_after.anchor expires_after.seconds fail_on_no_slot filename format frequency_penalty
+grammar guided_choice guided_grammar guided_json guided_regex hyperparameters
+hyperparameters.batch_size hyperparameters.beta hyperparameters.learning_rate_multiplier
+hyperparameters.n_epochs id id_slot ignore_eos images include include_obfuscation
+include_reasoning include_stop_str_in_output input input_extra input_extra.filename
+input_extra.text input_ids input_prefix input_suffix inputs inputs.data inputs.datatype
+inputs.name inputs.parameters inputs.shape instructions integrations interp interp.attention
+interp.attention.heads interp.attention.layers interp.attention.phase interp.attention.positions
+interp.attribution interp.attribution.method interp.attribution.position interp.attribution.target
+interp.capture interp.capture.phase interp.capture.positions interp.capture.site interp.edit
+interp.edit.feature interp.edit.from interp.edit.from.positions interp.edit.from.site
+interp.edit.op interp.edit.phase interp.edit.positions interp.edit.sae interp.edit.scale
+interp.edit.site interp.edit.vector interp.encoding_format interp.features interp.features.phase
+interp.features.positions interp.features.sae interp.features.site interp.features.top interp.lens
+interp.lens.layers interp.lens.phase interp.lens.positions interp.lens.top interp.lens.tuned
+interp.store items keep_alive length_penalty limit logit_bias logprob_start_len logprob_token_ids
+logprobs lora lora.alpha lora.dropout lora.rank lora.target_modules max_completion_tokens
+max_output_tokens max_tokens max_tool_calls md5 messages metadata metadata.user_id method
+method.dpo method.dpo.hyperparameters method.dpo.hyperparameters.batch_size
+method.dpo.hyperparameters.beta method.dpo.hyperparameters.learning_rate_multiplier
+method.dpo.hyperparameters.n_epochs method.supervised method.supervised.hyperparameters
+method.supervised.hyperparameters.batch_size method.supervised.hyperparameters.beta
+method.supervised.hyperparameters.learning_rate_multiplier
 method.supervised.hyperparameters.n_epochs method.type mime_type min_keep min_p min_tokens
-mirostat mirostat_eta mirostat_tau moderation n n_predict n_probs name options order output_config
-output_config.effort output_config.format output_config.format.schema output_config.format.type
-output_expires_after output_expires_after.anchor output_expires_after.seconds output_format
-output_format.schema output_format.type outputs outputs.name outputs.parameters
-parallel_tool_calls parameters parse_special personality prediction prediction.content
-prediction.content.text prediction.content.type prediction.type presence_penalty priority prompt
-prompt_cache_key prompt_cache_options prompt_cache_retention prompt_logprobs prompt_name purpose
-query raw reasoning reasoning.context reasoning.effort reasoning.generate_summary reasoning.mode
-reasoning.summary reasoning_effort repeat_last_n repetition_penalty requests requests.custom_id
-requests.params response_fields response_format return_documents return_finish_reason
-return_logprob return_num_input_tokens return_num_output_tokens return_progress
-return_text_in_logprobs return_token_ids return_token_strs return_tokens
-return_tokens_as_token_ids rid safety_identifier samplers seed service_tier shift
-skip_special_tokens speed starting_after stop stop_regex stop_sequences stop_token_ids store
-stream stream_options stream_options.continuous_usage_stats stream_options.include_obfuscation
-stream_options.include_usage structured_outputs suffix system task temperature template text
-text.format text.verbosity text_1 text_2 text_input think thinking thinking.budget_tokens
-thinking.display thinking.type timings_per_token tokens tool_choice
+mirostat mirostat_eta mirostat_tau moderation n n_predict n_probs name normalize options order
+output_config output_config.effort output_config.format output_config.format.schema
+output_config.format.type output_expires_after output_expires_after.anchor
+output_expires_after.seconds output_format output_format.schema output_format.type outputs
+outputs.name outputs.parameters parallel_tool_calls parameters parse_special personality
+prediction prediction.content prediction.content.text prediction.content.type prediction.type
+presence_penalty priority prompt prompt_cache_key prompt_cache_options prompt_cache_retention
+prompt_logprobs prompt_name purpose query raw reasoning reasoning.context reasoning.effort
+reasoning.generate_summary reasoning.mode reasoning.summary reasoning_effort repeat_last_n
+repetition_penalty requests requests.custom_id requests.params response_fields response_format
+return_documents return_finish_reason return_full_text return_logprob return_num_input_tokens
+return_num_output_tokens return_progress return_text_in_logprobs return_token_ids
+return_token_strs return_tokens return_tokens_as_token_ids rid safety_identifier samplers seed
+service_tier shift skip_special_tokens speed starting_after stop stop_regex stop_sequences
+stop_token_ids store stream stream_options stream_options.continuous_usage_stats
+stream_options.include_obfuscation stream_options.include_usage structured_outputs suffix system
+task temperature template text text.format text.verbosity text_1 text_2 text_input think thinking
+thinking.budget_tokens thinking.display thinking.type timings_per_token tokens tool_choice
 tool_choice.disable_parallel_tool_use tool_choice.name tool_choice.type tools top_k top_logprobs
-top_logprobs_num top_n top_n_sigma top_p truncate truncate_prompt_tokens truncation
-truncation_side typical_p use_beam_search user verbose verbosity version xtc_probability
-xtc_threshold
+top_logprobs_num top_n top_n_sigma top_n_tokens top_p truncate truncate_prompt_tokens truncation
+truncation_direction truncation_side typical_p use_beam_search user verbose verbosity version
+xtc_probability xtc_threshold
 """
 PLAIN = frozenset(_PLAIN_NAMES.split())
 

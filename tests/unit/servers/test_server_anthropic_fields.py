@@ -189,7 +189,6 @@ REFUSED = [
     ("messages[1].content[0].content[0].type", {"messages": result(content=[{"type": "image"}])}),
     ("messages", {"messages": [*ASK["messages"], CALL]}),
     ("system[0].type", {"system": [{"type": "image"}]}),
-    ("tools[0].type", {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}),
     ("tools[0].type", {"tools": [{"type": "bash_20250124", "name": "bash"}]}),
     ("tools[0].type", {"tools": [{"type": "text_editor_20250728", "name": "edit"}]}),
     ("tools[0].input_schema", {"tools": [{"name": "f"}]}),
@@ -263,6 +262,8 @@ WARNED = [
     ("thinking", {"thinking": {"type": "disabled"}}, {"template_options": ()}),
     ("thinking.budget_tokens", {"thinking": {"type": "enabled", "budget_tokens": 1024}}, {}),
     ("output_config.effort", {"output_config": {"effort": "low"}}, {}),
+    ("tools", {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, {}),
+    ("tools", {"tools": [{"type": "mcp_toolset", "mcp_server_name": "a"}]}, {}),
     (
         "output_config.effort",
         {"output_config": {"effort": "max"}},

@@ -302,6 +302,14 @@ def test_malformed_binary_tensors_are_refused(
     assert response.status_code == 400 and message in response.json()["error"]
 
 
+def test_the_model_in_an_infer_body_is_that_of_the_path(rest: httpx.Client) -> None:
+    inputs = [{"name": "text_input", "shape": [1], "datatype": "BYTES", "data": ["a"]}]
+    for name, status in ((MODEL, 200), ("other", 400)):
+        body = {"model_name": name, "inputs": inputs}
+        response = rest.post(f"/v2/models/{MODEL}/infer", json=body)
+        assert response.status_code == status, response.text
+
+
 def test_json_tensors_of_any_shape_are_read(rest: httpx.Client) -> None:
     def infer(shape: Any, data: Any, datatype: str = "BYTES") -> httpx.Response:
         entry = {"name": "text_input", "shape": shape, "datatype": datatype, "data": data}

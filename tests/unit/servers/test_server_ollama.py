@@ -158,8 +158,6 @@ async def test_engine_options_of_ollama_are_ignored_with_a_warning(
 @pytest.mark.parametrize(
     ("fields", "word"),
     [
-        ({"options": {"tfs_z": 0.5}}, "tfs_z"),
-        ({"options": {"temprature": 1}}, "temprature"),
         ({"options": {"temperature": "1"}}, "options.temperature"),
         ({"options": []}, "options"),
         ({"format": "yaml"}, "format"),
@@ -180,6 +178,24 @@ async def test_errors_have_ollamas_shape(
     response = await ask(client, "/api/chat", **({"messages": HELLO} | fields))
     assert response.status_code == 400
     assert list(response.json()) == ["error"] and word in response.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({"options": {"tfs_z": 0.5}}, "options.tfs_z: has no effect here"),
+        ({"options": {"temprature": 1}}, "options.temprature: not known here"),
+        ({"max_output_tokens": 5}, "max_output_tokens: not known here"),
+        ({"tool_choice": "required"}, "tool_choice: has no effect here"),
+        ({f"x{i}": 1 for i in range(10_000)}, "x9 and 9990 more: not known here"),
+    ],
+)
+async def test_parameters_that_ollama_ignores_cause_a_warning(
+    client: httpx.AsyncClient, fields: dict[str, Any], word: str
+) -> None:
+    response = await ask(client, "/api/chat", messages=HELLO, **fields)
+    assert response.status_code == 200
+    assert word in response.headers["x-engine-warnings"]
 
 
 @pytest.mark.parametrize(

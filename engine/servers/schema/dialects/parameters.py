@@ -21,12 +21,14 @@ DIALECTS = {
     "ollama": "Ollama",
     "openrouter": "OpenRouter",
     "mistral": "Mistral",
+    "huggingface": "Text Generation Inference",
 }
 _ALL = " ".join(DIALECTS)
 # What the own API of another server uses if neither the request nor the model's preset sets these.
 DEFAULTS: dict[str, dict[str, float]] = {
     "llamacpp": {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05},
     "ollama": {"temperature": 0.8, "top_k": 40, "top_p": 0.9},
+    "huggingface": {"temperature": 0.0},
 }
 
 
@@ -88,7 +90,8 @@ _PROMPTS = [
     *_rows("context", "ollama", "", [], instead="send the whole conversation"),
     *_rows("images", "ollama", "", [], instead="send images in messages"),
     *_rows("generation_prompt", "llamacpp", "", "", instead="send continue_final_message"),
-    *_rows("truncate", "ollama", "", False, instead="send truncate_prompt_tokens"),
+    *_rows("truncate", "ollama huggingface", "", False, instead="send truncate_prompt_tokens"),
+    *_rows("inputs", "huggingface", "", instead="send prompt"),
     *_rows("transforms plugins models", "openrouter", "", []),
     *_rows("provider route", "openrouter", "", {}, instead="choose a model by its name"),
     *_rows("task", "sglang", ""),
@@ -116,7 +119,7 @@ _LENGTHS = [
         target="max_tokens",
         convert=by.output_limit,
     ),
-    *_rows("max_new_tokens", "sglang", "", target="max_tokens"),
+    *_rows("max_new_tokens", "sglang huggingface", "", target="max_tokens"),
     *_rows("min_tokens", "vllm sglang", "the answer has at least this many tokens", 0),
     *_rows("min_new_tokens", "sglang", "", 0, target="min_tokens"),
     *_rows("stop", _ALL, "strings that end the answer"),
@@ -143,9 +146,14 @@ _LENGTHS = [
 ]
 _SAMPLING = [
     *_rows("temperature top_p", _ALL, "how a token is sampled"),
-    *_rows("top_k min_p", "vllm llamacpp sglang ollama openrouter", "how a token is sampled"),
+    *_rows("do_sample", "huggingface", "", False, instead="send temperature"),
+    *_rows("watermark", "huggingface", "", False),
+    *_rows("top_k", "vllm llamacpp sglang ollama openrouter huggingface", "how a token is sampled"),
+    *_rows("min_p", "vllm llamacpp sglang ollama openrouter", "how a token is sampled"),
     *_rows("presence_penalty frequency_penalty", _ALL, "a penalty for repeated tokens"),
-    *_rows("repetition_penalty", "vllm sglang openrouter", "a penalty for repeated tokens"),
+    *_rows(
+        "repetition_penalty", "vllm sglang openrouter huggingface", "a penalty for repeated tokens"
+    ),
     *_rows("repeat_penalty", "llamacpp ollama", "", target="repetition_penalty"),
     *_rows("repeat_last_n", "llamacpp ollama", "the penalties see this many tokens"),
     *_rows("seed", _ALL, "the same seed gives the same answer"),
@@ -159,7 +167,7 @@ _SAMPLING = [
     *_rows("logit_bias", "openai vllm llamacpp sglang", "added to the logits of tokens"),
     *_rows("allowed_token_ids", "vllm", "the only tokens that may be sampled", []),
     *_rows("bad_words", "vllm", "texts that are never written", []),
-    *_rows("typical_p", "llamacpp ollama", "locally typical sampling", 1, 1.0),
+    *_rows("typical_p", "llamacpp ollama huggingface", "locally typical sampling", 1, 1.0),
     *_rows("typical", "ollama", "", 1, 1.0, target="typical_p"),
     *_rows(
         "top_n_sigma", "llamacpp", "keeps tokens with a logit near the highest", -1, -1.0, 0, 0.0
@@ -261,6 +269,9 @@ _ANSWERS = [
     *_rows("timings_per_token", "llamacpp", "the answer, or each chunk, has timings", False),
     *_rows("return_progress", "llamacpp", "chunks tell how much of the prompt is done", False),
     *_rows("response_fields", "llamacpp", "", [], instead="pick fields from the whole answer"),
+    *_rows("details decoder_input_details", "huggingface", "", False, instead="send logprobs"),
+    *_rows("top_n_tokens", "huggingface", "", 0, instead="send top_logprobs"),
+    *_rows("return_full_text", "huggingface", "", False, instead="send echo"),
     *_rows("verbose", "llamacpp", "", False, instead="set the server's log level"),
     *_rows(
         "return_hidden_states return_routed_experts return_cached_tokens_details"
@@ -337,10 +348,14 @@ _SERVING = [
     *_rows("keep_alive", "ollama", "", warning="a model stays loaded until it is unloaded"),
     *_rows("sampling_params", "sglang", "each is read as a parameter", {}, convert=by.options),
     *_rows("options", "ollama", "each option is read as a parameter", {}, convert=by.options),
+    *_rows("parameters", "huggingface", "each is read as a parameter", {}, convert=by.options),
     *_rows("rid request_id", "vllm sglang", "", instead="send the header X-Request-Id"),
     *_rows("service_tier", "openai", "", "auto", "default", instead="send priority"),
     *_rows("moderation", "openai", ""),
-    *_rows("lora lora_path", "llamacpp sglang", "", [], instead="load a merged model"),
+    *_rows(
+        "lora lora_path", "llamacpp sglang", "", [], instead="send the adapter's name as the model"
+    ),
+    *_rows("adapter_id", "huggingface", "", instead="send the adapter's name as the model"),
     *_rows(
         "bootstrap_host bootstrap_port bootstrap_room routed_dp_rank disagg_prefill_dp_rank"
         " data_parallel_rank",

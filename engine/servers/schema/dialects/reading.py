@@ -29,10 +29,12 @@ def read_words(
     words: Mapping[str, Parameter] = PARAMETERS,
     *,
     warns: bool = True,
+    ignores: bool = False,
 ) -> Reading:
     """Keep the `known` parameters and convert those that `words` has a conversion for. A parameter
     that would only cause a warning is refused unless `warns`. Raises `InvalidRequestError` about a
-    parameter that is not supported, unless its value has no effect.
+    parameter that is not supported, unless its value has no effect. If `ignores`, there is a
+    warning instead.
     """
     reading = Reading()
     unknown: list[str] = []
@@ -55,14 +57,18 @@ def read_words(
             continue
         elif word.warning and warns:
             reading.warnings.append((sent, word.warning))
+        elif ignores:
+            reading.warnings.append((sent, f"has no effect here; {word.instead}"))
         else:
             raise InvalidRequestError(
                 f"{sent} is not supported by this endpoint; {word.instead}.",
                 param=sent,
                 code="unsupported_parameter",
             )
-    if unknown:
+    if unknown and not ignores:
         raise _unknown(unknown, known)
+    if unknown:
+        reading.warnings.append((_listed(unknown), "not known here, so without effect"))
     return reading
 
 
@@ -82,13 +88,18 @@ def _applies(word: Parameter, known: Collection[str]) -> bool:
 
 
 def _unknown(names: list[str], known: Collection[str]) -> InvalidRequestError:
-    shown = ", ".join(name[:64] for name in names[:_MAX_NAMED])
-    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
     nearest = get_close_matches(names[0][:64], known, n=1)
     meant = f" Did you mean {nearest[0]}?" if nearest else ""
     return InvalidRequestError(
-        f"Unknown parameter: {shown}{more}.{meant}", param=names[0][:64], code="unknown_parameter"
+        f"Unknown parameter: {_listed(names)}.{meant}",
+        param=names[0][:64],
+        code="unknown_parameter",
     )
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(name[:64] for name in names[:_MAX_NAMED])
+    return f"{shown} and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else shown
 
 
 def asks_for_nothing(value: Any, off_values: Iterable[Any]) -> bool:

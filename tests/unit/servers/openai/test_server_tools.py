@@ -247,7 +247,8 @@ def test_tool_choice_forms_are_parsed() -> None:
     assert parse_tool_choice(None, tools) == (ToolChoice("auto"), tools)
     assert parse_tool_choice(None, ()) == (ToolChoice("none"), ())
     assert parse_tool_choice("auto", ()) == (ToolChoice("none"), ())
-    assert parse_tool_choice("required", tools) == (ToolChoice("required"), tools)
+    for word in ("required", "any"):
+        assert parse_tool_choice(word, tools) == (ToolChoice("required"), tools)
     assert parse_tool_choice(named("b"), tools) == (ToolChoice("named", "b"), tools)
     allowed = {"mode": "required", "tools": [named("c"), named("a")]}
     choice = {"type": "allowed_tools", "allowed_tools": allowed}
