@@ -83,7 +83,8 @@ async def answer(
     await pump.wait_whole(events.extend)
     made = Answer(body, pump, (await pump.prompt_lengths(services.backend))[0])
     made.add(events)
-    return json_response([made.whole()] if in_list else made.whole())
+    whole = msgspec.json.encode(made.whole())
+    return json_bytes(b"[%b]" % whole if in_list else whole)
 
 
 async def _stream(

@@ -59,6 +59,8 @@ DEPLOYMENT = "engine.deployment"
 # Characters that are replaced in warnings. Warnings may quote a client's text and are sent in a
 # header, which allows only printable ASCII.
 _UNPRINTABLE = re.compile(r"[^ -~]")
+# What huggingface_hub calls the model of a chat if it has only an address.
+NAMELESS = "tgi"
 
 
 class Component(Protocol):
@@ -262,6 +264,8 @@ class Services:
         may be left out if only one model is served.
         """
         name, principal = request.scope.get(DEPLOYMENT, name), principal_of(request)
+        if name == NAMELESS and self._allowed(name, principal) is None:
+            name = None
         if name is None:
             self._check_one_model(principal)
         elif self._accepts_any_model(principal) and self._allowed(name, principal) is None:

@@ -176,6 +176,14 @@ async def test_invalid_requests_name_the_field(
     assert response.status_code == 400 and word in response.json()["error"]["message"]
 
 
+async def test_a_chat_may_name_the_model_as_huggingface_hub_does(
+    client: httpx.AsyncClient,
+) -> None:
+    messages = [{"role": "user", "content": "a"}]
+    made = await send(client, "/v1/chat/completions", model="tgi", messages=messages)
+    assert made["model"] == MODEL
+
+
 async def test_info_names_the_model_and_its_context(client: httpx.AsyncClient) -> None:
     info = (await client.get("/info")).json()
     assert (info["model_id"], info["max_total_tokens"]) == (MODEL, 4096)
