@@ -17,6 +17,7 @@ from pathlib import Path
 import httpx._transports.default as httpx_transports
 import pytest
 
+from engine.core.observability.logging import HANDLER_NAME as LOG_HANDLER
 from engine.core.store.pull import pull
 from tests.support.servers.served import ServedEngine, serve
 
@@ -133,6 +134,17 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """A command that a test ran in this process has set up logging to a stream that is closed now,
+    and later tests would find the complaints about that in their output.
+    """
+    root = logging.getLogger()
+    for handler in [each for each in root.handlers if each.name == LOG_HANDLER]:
+        root.removeHandler(handler)
+        root.setLevel(logging.WARNING)
 
 
 def pytest_unconfigure() -> None:

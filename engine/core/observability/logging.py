@@ -32,7 +32,7 @@ _UNSAFE = re.compile(
     "[\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 _COLORS = {"DEBUG": 36, "INFO": 32, "WARNING": 33, "ERROR": 31, "CRITICAL": 31}
-_HANDLER_NAME = "engine"
+HANDLER_NAME = "engine"
 
 
 def current_request_id() -> str | None:
@@ -46,13 +46,13 @@ def setup_logging(level: str, format: str, stream: TextIO | None = None) -> None
     """
     target = stream or sys.stderr
     handler = logging.StreamHandler(target)
-    handler.name = _HANDLER_NAME
+    handler.name = HANDLER_NAME
     if format == "json":
         handler.setFormatter(JsonFormatter())
     else:
         handler.setFormatter(PrettyFormatter(color=target.isatty()))
     root = logging.getLogger()
-    for old in [each for each in root.handlers if each.name == _HANDLER_NAME]:
+    for old in [each for each in root.handlers if each.name == HANDLER_NAME]:
         root.removeHandler(old)
     root.addHandler(handler)
     root.setLevel(level.upper())
