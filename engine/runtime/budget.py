@@ -1,4 +1,5 @@
-"""The token budget of a step, which bounds the inter-token latency of running sequences.
+"""The token budget of a step, which bounds the inter-token latency of running sequences, and the
+parts of it that sequences get.
 
 The budget is the number of tokens that can be computed within a target duration. A cost model,
 fitted to finished steps, predicts the duration. In this model, the time of a pure decode step is
@@ -7,10 +8,14 @@ target applies only while sequences decode. Otherwise a step may be as large as 
 """
 
 from bisect import bisect_left
+from collections import Counter
+from collections.abc import Collection, Mapping
+from collections.abc import Sequence as Listed
 
 from engine.core.interfaces.stats import STEP_SECONDS, STEP_TOKENS, StepCounts
 from engine.core.sandbox.liveness import UNKNOWN_STEP_TIMEOUT_S
 from engine.runtime.model_runner import PROMPT_TOKENS, RunnerSpec
+from engine.runtime.sequence import Sequence
 
 TARGET_STEP_S = 0.020
 # If decode alone exceeds half of the target duration, prefill may take this much of decode's time.
@@ -31,6 +36,9 @@ USUAL_SPREAD = 0.2
 # A step counts as hung after PATIENCE times its expected duration, but not before MIN_PATIENCE_S.
 MIN_PATIENCE_S = 10.0
 PATIENCE = 20.0
+# The number of prefill tokens per step that are reserved for tenants without running sequences. It
+# is enough for a short question about a cached text.
+NEW_TENANT_TOKENS = 64
 
 
 class CostLine:
@@ -226,6 +234,106 @@ class StepBudget:
 
 def _believable(seconds: float, expected: float) -> float:
     return min(seconds, MAX_SURPRISE * expected) if expected else seconds
+
+
+class NewTenantReserve:
+    """Reserves part of each step for new tenants, which are tenants without running sequences.
+
+    Without this, new tenants would wait until all prefill in progress is done. While a new tenant
+    waits, every second step computes no prefill of running sequences, so that the step is short.
+    Prefill in progress continues in the steps between.
+    """
+
+    def __init__(self) -> None:
+        self._was_short = False
+
+    def room(
+        self, budget: int, waiting: Collection[str], running: Listed[Sequence]
+    ) -> tuple[int, int]:
+        """Returns the token budget of the step, and how many of these tokens are reserved for
+        new tenants. Running sequences must not use the reserved tokens for prefill.
+
+        `waiting` are the tenants that have a sequence to admit.
+        """
+        if not waiting or not self._has_new_tenants(waiting, running):
+            self._was_short = False
+            return budget, 0
+        self._was_short = not self._was_short
+        num_spare = max(0, budget - len(running))
+        if not self._was_short:
+            return budget, min(NEW_TENANT_TOKENS, num_spare // 2)
+        kept = min(NEW_TENANT_TOKENS, num_spare)
+        return min(budget, len(running) + kept), kept
+
+    def _has_new_tenants(self, waiting: Collection[str], running: Listed[Sequence]) -> bool:
+        """Whether new tenants wait, and others would use up the step."""
+        present = {seq.tenant for seq in running}
+        has_new_tenants = any(tenant not in present for tenant in waiting)
+        has_rivals = any(tenant in present for tenant in waiting) or any(
+            seq.num_uncomputed > 1 for seq in running
+        )
+        return has_new_tenants and has_rivals
+
+
+def prompts_due(
+    running: Listed[Sequence], budget: int
+) -> tuple[list[Sequence], dict[Sequence, int]]:
+    """The prompts in progress, which are the running sequences with several tokens to compute. And
+    how many tokens, beside one for each sequence, some of them get first, because their tenants
+    have less than an equal part of the step.
+    """
+    # `num_uncomputed` is written out, because every step asks this of every sequence.
+    prompts = [seq for seq in running if len(seq.tokens) + seq.num_sampling > seq.num_computed + 1]
+    return prompts, _tenants_due(prompts, running, budget) if prompts else {}
+
+
+def _tenants_due(
+    prompts: Listed[Sequence], running: Listed[Sequence], budget: int
+) -> dict[Sequence, int]:
+    """The shortest prompts of a tenant go first."""
+    num_spare = budget - len(running)
+    if num_spare <= 0:
+        return {}
+    rows = Counter(seq.tenant for seq in running)
+    if len(rows) < 2:
+        return {}
+    due: dict[Sequence, int] = {}
+    for seq in sorted(prompts, key=lambda seq: seq.num_uncomputed):
+        part = budget // len(rows) - rows[seq.tenant]
+        more = min(seq.num_uncomputed - 1, part, num_spare)
+        if more > 0:
+            due[seq] = more
+            rows[seq.tenant] += more
+            num_spare -= more
+    return due
+
+
+def prefill_shares(
+    prompts: Listed[Sequence], num_running: int, budget: int, due: Mapping[Sequence, int]
+) -> dict[Sequence, int]:
+    """How many tokens each of the prompts in progress gets, if there are several. Each gets one,
+    and what is `due` to its tenant. Half of the rest is for prompts that have less left than the
+    most senior one, the shortest first. What these do not need goes to the most senior one, and
+    then to the next.
+    """
+    left = {seq: seq.num_uncomputed for seq in prompts}
+    num_spare = budget - num_running - sum(due.values())
+    if len(left) < 2 or num_spare < 0 or (num_spare == 0 and not due):
+        return {}
+    most = next(iter(left.values()))
+    shorter = sorted((seq for seq in left if left[seq] < most), key=lambda seq: left[seq])
+    shares = {seq: 1 + due.get(seq, 0) for seq in left}
+    num_half = num_spare // 2
+    for seq in shorter:
+        more = min(left[seq] - shares[seq], num_half)
+        shares[seq] += more
+        num_half -= more
+        num_spare -= more
+    for seq in left:
+        more = min(left[seq] - shares[seq], num_spare)
+        shares[seq] += more
+        num_spare -= more
+    return shares
 
 
 class StepCounter:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from engine.core.errors import EngineError
 from engine.core.interfaces.request import CachedPrefixes, GenerateRequest, TokenDelta
-from engine.core.interfaces.stats import TierStats
+from engine.core.interfaces.stats import EngineStats
 from engine.runtime.model_runner import BatchInputs, ModelRunner, StepOutput
 
 if TYPE_CHECKING:
@@ -98,6 +98,10 @@ class Extension:
     def advance(self, runner: ModelRunner) -> list[TokenDelta]:
         """Do a part of the work that is left after sequences have ended."""
         return []
+
+    def add_stats(self, stats: EngineStats) -> EngineStats:
+        """Add what the extension counts to the statistics of the engine."""
+        return stats
 
     def check(self) -> None:
         """Assert the invariants of the extension."""
@@ -220,10 +224,6 @@ class CacheExtension(Extension):
 
     def inserted(self, seq: "Seq", tokens: "Tokens", blocks: list[int]) -> None:
         """These blocks are in the prefix cache now. Some may have been there before."""
-
-    def tier_stats(self) -> tuple[TierStats, ...]:
-        """What is known of the tiers, fastest first."""
-        return ()
 
     def news(self) -> CachedPrefixes | None:
         """A message about the cache to send now, if there is one."""

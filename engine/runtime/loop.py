@@ -32,9 +32,8 @@ from engine.runtime.budget import StepBudget, StepCounter
 from engine.runtime.dummy_batch import warm_up
 from engine.runtime.extension import CacheExtension
 from engine.runtime.insight.controls import answer_control
-from engine.runtime.insight.profiler import KernelTimer
 from engine.runtime.insight.request_timing import EngineClock, RequestTimings
-from engine.runtime.insight.snapshot import SnapshotTaker, engine_stats
+from engine.runtime.insight.snapshot import SnapshotTaker
 from engine.runtime.model_runner import (
     BatchInputs,
     ModelRunner,
@@ -44,7 +43,7 @@ from engine.runtime.model_runner import (
     SamplingInputs,
     StepOutput,
 )
-from engine.runtime.outputs import Progress
+from engine.runtime.outputs import Progress, engine_stats
 from engine.runtime.prefill_throttle import PrefillThrottle, StepPlan
 from engine.runtime.recovery import Bisection, is_out_of_memory
 from engine.runtime.requests.admission import RequestAdmission
@@ -204,8 +203,7 @@ class EngineLoop:
         self._reported = (0, 0, 0)  # the value of `_state` at the last stats message
         self._num_schedule_failures = 0  # consecutive
         self._step_timeout_s = UNKNOWN_STEP_TIMEOUT_S
-        timer = runner if isinstance(runner, KernelTimer) else None
-        self._snapshots = SnapshotTaker(scheduler, self._timings, timer, runner.spec.max_slots)
+        self._snapshots: SnapshotTaker | None = None  # made when somebody watches
         self._pulse.watch(self)
         if runner.spec.has_state and scheduler.kv.publishes_at_once:
             # Cached keys and values are of no use without the states that belong to them.
@@ -230,9 +228,9 @@ class EngineLoop:
         is_idle = self._launched is None and not self.scheduler.has_work
         num_steps = self._num_steps
         is_pending = self._admission.num_pending > 0
-        has_images = is_pending and self._admission.has_images
+        has_images = is_pending and self._admission.pending.has_images
         self._pulse.beat(not is_idle, self._step_timeout_s)
-        adapters = self._admission.adapters
+        adapters = self._admission.pending.adapters
         is_loading = adapters is not None and adapters.is_loading
         if is_pending or is_loading:
             idle_timeout_s = min(idle_timeout_s, COMPILE_POLL_S)
@@ -414,6 +412,8 @@ class EngineLoop:
     def _control(self, message: Control) -> ControlReply | None:
         if message.action == "snapshot":
             self._send_stats(force=True)  # the counters that belong to the snapshot
+            if self._snapshots is None:
+                self._snapshots = SnapshotTaker(self.scheduler, self._timings, self._runner)
             try:
                 snapshot = self._snapshots.take(time.monotonic())
             except Exception:  # no request depends on the live view
@@ -421,7 +421,7 @@ class EngineLoop:
                 return ControlReply(message.control_id, False, "No snapshot could be taken.")
             return ControlReply(message.control_id, True, snapshot=snapshot)
         if message.action == "load_adapter":
-            if (adapters := self._admission.with_adapters()) is None:
+            if (adapters := self._admission.pending.with_adapters()) is None:
                 return ControlReply(message.control_id, False, NO_ADAPTERS)
             adapters.control(message)
             return None  # the reply is sent when the adapter is loaded
@@ -475,7 +475,8 @@ class EngineLoop:
         now = time.monotonic()
         if force or now - self._stats_sent_at >= STATS_INTERVAL_S:
             self._stats_sent_at = now
-            self._snapshots.expire(now)
+            if self._snapshots is not None:
+                self._snapshots.expire(now)
             self._reported = self._state
             self._channel.send(Stats(self.stats()))
 

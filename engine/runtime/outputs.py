@@ -1,8 +1,8 @@
-"""Builds the `TokenDelta` messages that the engine sends to the frontend. Also builds a
-`StepOutput` from the arrays of a runner.
+"""Builds the `TokenDelta` messages that the engine sends to the frontend, and its counters. Also
+builds a `StepOutput` from the arrays of a runner.
 """
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -13,10 +13,14 @@ from engine.core.errors import (
     RequestTimeoutError,
 )
 from engine.core.interfaces.request import GenerateRequest, TokenDelta, TokenLogprobs
+from engine.core.interfaces.stats import EngineStats, StepCounts
 from engine.ipc.transport import failed_delta
 from engine.runtime.extension import Extension
 from engine.runtime.model_runner import F32, I32, Bools, SamplingInputs, StepOutput
 from engine.runtime.sequence import Sequence
+
+if TYPE_CHECKING:
+    from engine.runtime.scheduler import Scheduler
 
 
 def token_delta(
@@ -226,3 +230,33 @@ def step_output(
         sampled.top_logprobs[:count, :num_top],
         wanted,
     )
+
+
+def engine_stats(
+    scheduler: "Scheduler", num_steps: int, num_invariant_failures: int, steps: StepCounts
+) -> EngineStats:
+    """The counters that the engine sends to the frontend."""
+    kv, table, pool = scheduler.kv, scheduler.table, scheduler.kv.pool
+    stats = EngineStats(
+        num_running=table.num_running,
+        num_waiting=table.num_waiting,
+        num_blocks=pool.num_usable,
+        num_free_blocks=pool.num_free,
+        num_cached_blocks=pool.num_cached,
+        num_referenced_blocks=pool.num_referenced,
+        block_size=kv.block_size,
+        num_steps=num_steps,
+        prompt_tokens=scheduler.num_prompt_tokens,
+        cached_tokens=scheduler.num_cached_tokens,
+        generated_tokens=scheduler.num_generated_tokens,
+        prefix_queries=kv.num_queried,
+        prefix_hits=kv.num_hit,
+        num_preemptions=scheduler.num_preemptions,
+        num_evictions=kv.radix.num_evicted,
+        num_nonfinite=scheduler.num_nonfinite,
+        num_invariant_failures=num_invariant_failures,
+        steps=steps,
+    )
+    for each in (*scheduler.extensions, *kv.extensions):
+        stats = each.add_stats(stats)
+    return stats

@@ -14,15 +14,15 @@ from msgspec.structs import replace
 
 from engine.core.errors import EngineError, InferenceError
 from engine.core.interfaces.request import FinishReason, GenerateRequest, TokenDelta
+from engine.runtime.budget import NewTenantReserve, prefill_shares, prompts_due
 from engine.runtime.extension import E, Extension, Lack, found, overriding
 from engine.runtime.kv_cache import KVCache
 from engine.runtime.model_runner import StepOutput
 from engine.runtime.outputs import nonfinite, refusal, token_delta, vector_delta
-from engine.runtime.queue import NewTenantReserve, Passing, prefill_shares, prompts_due
 from engine.runtime.radix_cache import Match
 from engine.runtime.samplers.prompt_logprobs import has_scored_enough, num_scorable
 from engine.runtime.sequence import Row, ScheduledBatch, Sequence, SequenceFaultError
-from engine.runtime.sequence_table import Demand, SequenceTable
+from engine.runtime.sequence_table import Demand, Passing, SequenceTable
 
 log = logging.getLogger(__name__)
 

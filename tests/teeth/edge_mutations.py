@@ -9,7 +9,7 @@ GUARD = "engine.servers.access.auth"
 PLUGIN = "engine.plugins.host"
 EXAMINATION = "engine.core.sandbox.checkpoint_validation"
 CHILD = "engine.core.sandbox.validation_child"
-SHARES = "engine.runtime.queue"
+SHARES = "engine.runtime.sequence_table"
 
 AUTH_TESTS = "tests/security/access/test_http_auth.py"
 KEY_TESTS = "tests/security/access/test_keys.py"

@@ -4,7 +4,7 @@
     python -m tests.teeth.mutants --base HEAD~3
     python -m tests.teeth.mutants engine/runtime/requests engine/frontend --count 200 --seed 7
     python -m tests.teeth.mutants --written             # the list of deliberate mistakes
-    python -m tests.teeth.mutants --at engine/runtime/queue.py:190
+    python -m tests.teeth.mutants --at engine/runtime/sequence_table.py:190
 
 Which tests reach what was measured by `python -m tests.teeth.reach TESTS`. Each verdict is a line
 of `build/mutants/verdicts.jsonl`. Exit status: 1 if a mistake survived.

@@ -162,14 +162,14 @@ INVARIANTS = [
     ),
     runtime(
         "INV-20 last come, first served",
-        "queue",
+        "sequence_table",
         "insort(line, seq, key=_urgency)",
         "insort(line, seq, key=lambda s: -s.arrival)",
         "tests/unit/runtime/test_fair_share.py::test_a_single_tenant_is_served_first_come_first_served",
     ),
     runtime(
         "INV-20 INV-21 held for ever",
-        "queue",
+        "sequence_table",
         "        seq.queue.held_by = None\n        return False\n",
         "        return owner is not None\n",
     ),
@@ -189,7 +189,7 @@ INVARIANTS = [
     runtime(
         "INV-24 a request is kept while its grammar compiles",
         "requests.admission",
-        "        if not pending.choices:\n            del self._pending[request_id]\n",
+        "        if not pending.choices:\n            del self.pending.requests[request_id]\n",
         "",
     ),
     runtime(

@@ -1,7 +1,7 @@
 """What an engine tells about itself: counters of steps, tiers and the KV cache."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import msgspec
 
@@ -23,20 +23,11 @@ class StepCounts(msgspec.Struct, frozen=True, array_like=True):
     tokens: int = 0
 
     def __add__(self, other: "StepCounts") -> "StepCounts":
-        return self._with(other, 1)
-
-    def __sub__(self, other: "StepCounts") -> "StepCounts":
-        return self._with(other, -1)
-
-    def _with(self, other: "StepCounts", sign: int) -> "StepCounts":
-        def each(own: Sequence[int], others: Sequence[int]) -> tuple[int, ...]:
-            return tuple(a + sign * b for a, b in zip(own, others, strict=True))
-
         return StepCounts(
-            each(self.by_seconds, other.by_seconds),
-            each(self.by_tokens, other.by_tokens),
-            self.seconds + sign * other.seconds,
-            self.tokens + sign * other.tokens,
+            tuple(map(sum, zip(self.by_seconds, other.by_seconds, strict=True))),
+            tuple(map(sum, zip(self.by_tokens, other.by_tokens, strict=True))),
+            self.seconds + other.seconds,
+            self.tokens + other.tokens,
         )
 
 

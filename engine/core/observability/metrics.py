@@ -207,12 +207,13 @@ class BulkHistogram(Collector):
         if len(self._noted) >= MAX_NOTED:
             self._sort()
 
-    def add(self, counts: Sequence[int], total: float) -> None:
-        """Add values that are already sorted into buckets. `counts` has the number of values per
-        bucket, `total` is the sum of all values.
+    def grow(self, before: Sequence[int], now: Sequence[int], total: float) -> None:
+        """Add values that somebody else has sorted into the same buckets. The buckets had `before`
+        values, and have more `now`. `total` is the sum of the new values.
         """
         with self._sorting:
-            self._counts = [a + b for a, b in zip(self._counts, counts, strict=True)]
+            counts = zip(self._counts, before, now, strict=True)
+            self._counts = [own + new - old for own, old, new in counts]
             self._sum += total
 
     def collect(self) -> Iterable[Metric]:
@@ -341,9 +342,9 @@ class Metrics:
             grown = getattr(stats, stat) - getattr(last, stat)
             if grown > 0:
                 counter.inc(grown)
-        steps = stats.steps - last.steps
-        self._step_seconds.add(steps.by_seconds, steps.seconds)
-        self._step_tokens.add(steps.by_tokens, steps.tokens)
+        new, old = stats.steps, last.steps
+        self._step_seconds.grow(old.by_seconds, new.by_seconds, new.seconds - old.seconds)
+        self._step_tokens.grow(old.by_tokens, new.by_tokens, new.tokens - old.tokens)
         self._observe_gauges(stats)
         self._tiers.update(stats.tiers)
         self._last_stats = stats

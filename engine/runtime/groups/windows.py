@@ -10,7 +10,9 @@ from collections.abc import Sequence as Listed
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from msgspec import structs
 
+from engine.core.interfaces.stats import EngineStats
 from engine.runtime.block_pool import BlockPool
 from engine.runtime.extension import CacheExtension
 from engine.runtime.groups.aux_block_state import AuxBlockState
@@ -149,6 +151,14 @@ class WindowGroup(CacheExtension):
     def _write_slots(self, slots: I32, positions: I32) -> I64:
         blocks, offsets = np.divmod(positions, self._block_size)
         return self.by_slot[slots, blocks].astype(np.int64) * self._block_size + offsets
+
+    def add_stats(self, stats: EngineStats) -> EngineStats:
+        return structs.replace(
+            stats,
+            num_window_blocks=self.pool.num_usable,
+            num_free_window_blocks=self.pool.num_free,
+            num_referenced_window_blocks=self.pool.num_referenced,
+        )
 
     def check_held(self, sequences: Listed[Sequence]) -> None:
         """Assert that reference counts agree with the sequences' windowed block tables, and that no

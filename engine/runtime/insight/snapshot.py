@@ -19,13 +19,11 @@ from engine.core.interfaces.snapshot import (
     TreeSize,
     WaitingRow,
 )
-from engine.core.interfaces.stats import EngineStats, StepCounts
-from engine.runtime.groups.windows import WindowGroup
-from engine.runtime.speculation.drafts import Speculation
+from engine.runtime.insight.profiler import KernelTimer
 
 if TYPE_CHECKING:
-    from engine.runtime.insight.profiler import KernelTimer
     from engine.runtime.insight.request_timing import RequestTimings
+    from engine.runtime.model_runner import ModelRunner
     from engine.runtime.radix_cache import Node
     from engine.runtime.scheduler import Scheduler
     from engine.runtime.sequence import Sequence
@@ -39,19 +37,12 @@ MAX_WALKED = 4096  # after this many nodes, no deeper level of the tree is count
 
 
 class SnapshotTaker:
-    """Takes snapshots. `timer` is the runner, if it can time its kernels."""
-
     def __init__(
-        self,
-        scheduler: "Scheduler",
-        timings: "RequestTimings",
-        timer: "KernelTimer | None",
-        slots: int,
+        self, scheduler: "Scheduler", timings: "RequestTimings", runner: "ModelRunner"
     ) -> None:
         self._scheduler = scheduler
         self._timings = timings
-        self._timer = timer
-        self._max_slots = slots
+        self._timer = runner if isinstance(runner, KernelTimer) else None
         self._asked_at: float | None = None  # None: nobody watches
         self._tree, self._tree_at = TreeSize(), 0.0
 
@@ -67,7 +58,7 @@ class SnapshotTaker:
         return EngineSnapshot(
             at=now,
             blocked_by=timings.clock.blocked_by,
-            max_slots=self._max_slots,
+            max_slots=table.max_slots,
             running=tuple(
                 _running(seq, now - timings.submitted_at(seq))
                 for seq in islice(table.running, MAX_RUNNING)
@@ -168,40 +159,3 @@ def _tree(scheduler: "Scheduler") -> TreeSize:
             below += [(child, index) for child in node.children.values()]
         level = below
     return TreeSize(num_nodes, num_blocks, num_shared, tuple(shown))
-
-
-def engine_stats(
-    scheduler: "Scheduler", num_steps: int, num_invariant_failures: int, steps: StepCounts
-) -> EngineStats:
-    """The counters that the engine sends to the frontend."""
-    kv, table, drafts = scheduler.kv, scheduler.table, scheduler.find(Speculation)
-    pool, windows = kv.pool, kv.find(WindowGroup)
-    windowed = None if windows is None else windows.pool
-    return EngineStats(
-        num_running=table.num_running,
-        num_waiting=table.num_waiting,
-        num_blocks=pool.num_usable,
-        num_free_blocks=pool.num_free,
-        num_cached_blocks=pool.num_cached,
-        num_referenced_blocks=pool.num_referenced,
-        block_size=kv.block_size,
-        num_window_blocks=windowed.num_usable if windowed else 0,
-        num_free_window_blocks=windowed.num_free if windowed else 0,
-        num_referenced_window_blocks=windowed.num_referenced if windowed else 0,
-        num_steps=num_steps,
-        prompt_tokens=scheduler.num_prompt_tokens,
-        cached_tokens=scheduler.num_cached_tokens,
-        generated_tokens=scheduler.num_generated_tokens,
-        prefix_queries=kv.num_queried,
-        prefix_hits=kv.num_hit,
-        num_preemptions=scheduler.num_preemptions,
-        num_evictions=kv.radix.num_evicted,
-        num_nonfinite=scheduler.num_nonfinite,
-        num_invariant_failures=num_invariant_failures,
-        num_drafted_tokens=drafts.num_drafted if drafts else 0,
-        num_accepted_tokens=drafts.num_accepted if drafts else 0,
-        num_model_drafted_tokens=drafts.num_model_drafted if drafts else 0,
-        num_model_accepted_tokens=drafts.num_model_accepted if drafts else 0,
-        steps=steps,
-        tiers=tuple(each for tier in kv.extensions for each in tier.tier_stats()),
-    )

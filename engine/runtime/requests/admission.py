@@ -1,39 +1,41 @@
-"""Takes in requests in the engine process. Each request becomes sequences for the scheduler, or is
-refused. This module also ends requests whose deadline has passed.
+"""Takes in requests in the engine process. Each request becomes sequences for the scheduler, one
+for each choice, or is refused. This module also ends requests whose deadline has passed.
 """
 
 import heapq
+import itertools
 import logging
 import math
+import secrets
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from engine.core.errors import (
     EngineError,
     InferenceError,
     InvalidRequestError,
     RateLimitError,
-    RequestTimeoutError,
 )
 from engine.core.forecast import WaitForecast, may_take
-from engine.core.interfaces.request import GenerateRequest, TokenDelta
-from engine.runtime.model_runner import ModelRunner, RunnerSpec
+from engine.core.interfaces.request import GenerateRequest, Resumed, SamplingParams, TokenDelta
+from engine.runtime.model_runner import U32, ModelRunner, RunnerSpec
 from engine.runtime.outputs import refusal, too_late
-from engine.runtime.requests.grammar import Grammars
-from engine.runtime.requests.images import (
-    ImageAccount,
-    ImageStore,
-    fault_in,
-    placed_tokens,
-)
-from engine.runtime.requests.new_sequences import PendingRequest, ReadyRequest, SequenceMaker
+from engine.runtime.requests.grammar import Constraint, Grammars
+from engine.runtime.requests.images import ImageStore, PromptImages, fault_in
+from engine.runtime.requests.pending import PendingRequests, ReadyRequest
+from engine.runtime.samplers.prompt_logprobs import PromptScores
+from engine.runtime.samplers.repetition import Breakers, allowed_mask, by_first_token
 from engine.runtime.scheduler import Scheduler
-from engine.runtime.sequence import Sequence, Tokens, packed
+from engine.runtime.sequence import QueueEntry, Sequence, TokenRules, Tokens, packed
 
 if TYPE_CHECKING:
     from engine.runtime.groups.adapter_slots import AdapterSlots
+    from engine.runtime.interp.probe import Probe
+    from engine.runtime.interp.steps import Probes
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +56,150 @@ class Deadline(NamedTuple):
     @property
     def is_live(self) -> bool:
         return any(not seq.finish_reason for seq in self.choices)
+
+
+def deadlines_of(ready: ReadyRequest, queued_at: float) -> tuple[float | None, float | None]:
+    """When the request must have ended, and when it must have begun if that is earlier. The time
+    before `queued_at`, in which it waited for its grammar, its images or its adapter, is no waiting
+    for its turn.
+    """
+    request, now = ready.request, ready.submitted_at
+    deadline = None if request.timeout_s is None else now + request.timeout_s
+    begin_by = None if request.queue_timeout_s is None else queued_at + request.queue_timeout_s
+    if begin_by is not None and deadline is not None and begin_by >= deadline:
+        begin_by = None
+    return deadline, begin_by
+
+
+def namespace_of(request: GenerateRequest) -> str:
+    """The namespace of a request's cached prefixes. Keys and values depend on the adapter, so each
+    adapter has namespaces of its own. A salt never contains a null character.
+    """
+    return request.salt if request.adapter is None else f"{request.salt}\0{request.adapter.key}"
+
+
+class Shared(msgspec.Struct, frozen=True):
+    """What all choices of a request share."""
+
+    params: SamplingParams
+    stop_ids: frozenset[int]
+    allowed: U32 | None
+    breakers: Breakers
+
+
+class SequenceMaker:
+    """Makes the sequences of a request: one for each choice."""
+
+    def __init__(self, spec: RunnerSpec, scheduler: Scheduler, runner: ModelRunner | None) -> None:
+        self._spec, self._scheduler, self._runner = spec, scheduler, runner
+        self._arrivals = itertools.count()
+        # The extensions of those sequences that need them
+        self.images = PromptImages()
+        self._scores = PromptScores()
+        self._probes: Probes | None = None
+
+    def sequences(self, ready: ReadyRequest, queued_at: float) -> Iterator[Sequence]:
+        """One sequence for each choice. The caller queues each before it takes the next one,
+        because probes are limited by what the tenant's queued sequences capture.
+        """
+        shared = self._shared(ready.request)
+        resumed = {each.choice: each for each in ready.request.resumed or ()}
+        for choice in ready.choices:
+            before = resumed.get(choice, Resumed(choice, ()))
+            yield self._sequence(ready, before, shared, queued_at)
+
+    def _shared(self, request: GenerateRequest) -> Shared:
+        params, allowed = request.params, None
+        ends = () if params.ignore_eos else request.eos_ids
+        if params.allowed_token_ids:
+            allowed = allowed_mask(params.allowed_token_ids, self._spec.vocab_size)
+        return Shared(
+            params=params if params.seed is not None else replace(params, seed=_new_seed()),
+            stop_ids=frozenset((*params.stop_token_ids, *ends)),
+            allowed=allowed,
+            breakers=by_first_token(request.dry_breakers) if request.dry_breakers else {},
+        )
+
+    def _sequence(
+        self, ready: ReadyRequest, before: Resumed, shared: Shared, queued_at: float
+    ) -> Sequence:
+        request = ready.request
+        probe, namespace = self.probe(request), namespace_of(request)
+        seq = Sequence(
+            request_id=request.request_id,
+            choice=before.choice,
+            tokens=ready.prompt + packed(before.token_ids),
+            num_prompt=len(ready.prompt),
+            max_tokens=self.max_tokens(request),
+            params=shared.params,
+            stop_ids=shared.stop_ids,
+            namespace=namespace if probe is None else probe.root(namespace),
+            tenant=request.tenant,
+            priority=request.priority,
+            arrival=next(self._arrivals),
+            pools=request.pools,
+            rules=_rules(ready, before, shared),
+            queue=QueueEntry(num_resumed=len(before.token_ids)),
+        )
+        self._attach(seq, ready, probe, queued_at)
+        return seq
+
+    def _attach(
+        self, seq: Sequence, ready: ReadyRequest, probe: "Probe | None", queued_at: float
+    ) -> None:
+        """Let the features that the sequence needs shape its rows."""
+        scheduler = self._scheduler
+        if ready.images:
+            self.images.put(seq, ready.images)
+            scheduler.extend(seq, self.images)
+        if ready.adapters is not None:
+            ready.adapters.use(seq, ready.place)
+            scheduler.extend(seq, ready.adapters)
+        # All choices have the same prompt, so only the first choice computes the prompt's logprobs.
+        if seq.params.score_prompt and seq.choice == 0 and not seq.queue.num_resumed:
+            self._scores.begin(seq)
+            scheduler.extend(seq, self._scores)
+        if probe is not None:
+            assert self._probes is not None, "`probe` made it"
+            self._probes.put(seq, probe, deadlines_of(ready, queued_at)[0])
+            scheduler.extend(seq, self._probes)
+
+    def probe(self, request: GenerateRequest) -> "Probe | None":
+        if request.interp is None or self._runner is None:
+            return None
+        from engine.runtime.interp.steps import Probes, make_probe  # few servers need it
+
+        if self._probes is None:
+            self._probes = Probes()
+        live, max_tokens = self._probes.live(), self.max_tokens(request)
+        return make_probe(request, request.interp, self._runner, max_tokens, live)
+
+    def max_tokens(self, request: GenerateRequest) -> int:
+        """The requested max_tokens, limited to the room that the prompt leaves in the context."""
+        if request.pools:
+            return 1
+        asked, room = request.params.max_tokens, self._spec.max_seq_len - len(request.prompt)
+        return room if asked is None else min(asked, room)
+
+
+def _rules(ready: ReadyRequest, before: Resumed, shared: Shared) -> TokenRules | None:
+    """What decides the tokens of a sequence beside its parameters, if anything does."""
+    request, matcher, mirostat = ready.request, ready.matcher, shared.params.mirostat
+    named = (shared.allowed is not None, request.bad_words, shared.breakers, mirostat)
+    if matcher is None and not any(named):
+        return None
+    return TokenRules(
+        constraint=None if matcher is None else Constraint.after(matcher, before.token_ids),
+        allowed=shared.allowed,
+        bad_words=request.bad_words,
+        dry_breakers=shared.breakers,
+        # Only the last limit is read.
+        surprise_limits=[before.surprise_limit or 0.0] * (len(before.token_ids) if mirostat else 0),
+    )
+
+
+def _new_seed() -> int:
+    return secrets.randbits(62)
 
 
 class RequestChecks:
@@ -178,8 +324,8 @@ def _too_many_scores(request: GenerateRequest) -> EngineError | None:
 
 
 class RequestAdmission:
-    """Checks requests, waits for their grammars to compile, their images to be encoded and their
-    adapters to be loaded, and puts them into the scheduler's queue.
+    """Checks requests, and puts them into the scheduler's queue. Those that need a grammar, images
+    or an adapter wait for it before (`pending.py`).
     """
 
     def __init__(
@@ -192,21 +338,16 @@ class RequestAdmission:
         make_adapters: "Callable[[], AdapterSlots] | None" = None,
         runner: ModelRunner | None = None,
     ) -> None:
-        self._grammars = grammars
-        self._images = images
-        self._account = None if images is None else ImageAccount(images)
-        self._make_adapters = make_adapters
-        self.adapters: AdapterSlots | None = None  # made when the first one is used
-        self._pending: dict[str, PendingRequest] = {}
         self._max_queued = max_queued
         self._scheduler = scheduler
         self._maker = SequenceMaker(spec, scheduler, runner)
+        self.pending = PendingRequests(self._maker.images, grammars, images, make_adapters)
         self._checks = RequestChecks(spec, scheduler, self._maker)
 
     @property
     def num_pending(self) -> int:
         """Number of requests that wait for a grammar, images or an adapter."""
-        return len(self._pending)
+        return len(self.pending.requests)
 
     def observe(self, now: float) -> None:
         """Measure how fast sequences start. The engine calls this in each turn."""
@@ -217,106 +358,51 @@ class RequestAdmission:
         final delta with the error for each choice.
         """
         prompt = self._checks.packed(request.prompt)
-        error = self._find_no_room(request, now) or self._find_lack(request)
+        waits = request.grammar is not None or request.images or request.adapter is not None
+        error = self._find_no_place(request, now)
+        error = error or (self.pending.find_lack(request) if waits else None)
         error = error or self._checks.find_fault(request, prompt)
         error = error or self._checks.find_wait(request, now)
         choices = _choices(request)
         if error is not None:
             return refusals(request, choices, error)
         assert prompt is not None
-        if request.grammar is None and not request.images and request.adapter is None:
-            try:
-                self._enqueue(ReadyRequest(request, prompt, choices, now), now)
-            except EngineError as refused:
-                return refusals(request, choices, refused)
-            return []
-        matcher = None
-        if request.grammar is not None:
-            assert self._grammars is not None
-            matcher = self._grammars.compile(request.grammar)
-        self._pending[request.request_id] = PendingRequest(request, prompt, choices, matcher, now)
-        return self.admit_ready(now)
+        if waits:
+            self.pending.add(request, prompt, choices, now)
+            return self.admit_ready(now)
+        try:
+            self._enqueue(ReadyRequest(request, prompt, choices, now), now)
+        except EngineError as refused:
+            return refusals(request, choices, refused)
+        return []
 
     def admit_ready(self, now: float) -> list[TokenDelta]:
-        """Queue the requests whose grammar is compiled and whose images are encoded. Refuse a
-        request if its grammar failed to compile, or if it was not ready within its time limit.
+        """Queue the pending requests that wait no longer. Refuse those that can't go on, for
+        example because their grammar failed to compile, or because they were not ready in time.
         """
         refused: list[TokenDelta] = []
-        if self.adapters is not None:
-            self.adapters.begin_pass()
-        for each in list(self._pending.values()):
-            request, timeout_s = each.request, each.request.timeout_s
+        for each, ready in self.pending.take(now):
             try:
-                place = self._place(request) if each.is_ready else None
-            except EngineError as error:
-                del self._pending[request.request_id]
-                refused += refusals(request, each.choices, error)
-                continue
-            except Exception:  # such as a lack of memory on the device
-                log.exception("request %s got no adapter", request.request_id)
-                refused += self.fail(request, each.choices, now)
-                continue
-            if place is None:
-                if timeout_s is not None and now > each.submitted_at + timeout_s:
-                    del self._pending[request.request_id]
-                    late = RequestTimeoutError("The request's time limit passed before it began.")
-                    refused += refusals(request, each.choices, late)
-                continue
-            del self._pending[request.request_id]
-            try:
-                matcher = None if each.matcher is None else each.matcher.result()
-                prompt = placed_tokens(each.prompt, each.images)
-                images, since = tuple(each.images), each.submitted_at
-                own = (images, None if request.adapter is None else self.adapters, place)
-                ready = ReadyRequest(request, prompt, each.choices, since, matcher, *own)
+                if isinstance(ready, EngineError):
+                    raise ready
                 self._enqueue(ready, now)
             except EngineError as error:
-                refused += refusals(request, each.choices, error)
+                refused += refusals(each.request, each.choices, error)
             except Exception:
-                log.exception("request %s could not be queued", request.request_id)
-                refused += self.fail(request, each.choices, now)
+                log.exception("request %s could not be queued", each.request.request_id)
+                refused += self.fail(each.request, each.choices, now)
         return refused
-
-    def _place(self, request: GenerateRequest) -> int | None:
-        """The place of the request's adapter. None: the request must wait for it."""
-        if request.adapter is None:
-            return 0
-        assert self.adapters is not None, "`_find_lack` made it"
-        return self.adapters.place(request.adapter)
-
-    def with_adapters(self) -> "AdapterSlots | None":
-        """The places of LoRA adapters. None if the runner does not compute adapters."""
-        if self.adapters is None and self._make_adapters is not None:
-            self.adapters = self._make_adapters()
-        return self.adapters
-
-    @property
-    def has_images(self) -> bool:
-        """Whether an image waits to be encoded."""
-        return self._next_with_image() is not None
 
     def encode_image(self, now: float) -> list[TokenDelta]:
         """Encode the next image of the request that waits longest, or refuse this request."""
-        pending = self._next_with_image()
-        if pending is None or self._images is None:
-            return []
-        request, image = pending.request, pending.request.images[len(pending.images)]
-        try:
-            pending.images.append(self._images.place(image, request.prompt[image.start]))
-            return []
-        except Exception:
-            log.exception("an image of request %s could not be encoded", request.request_id)
-            return self.fail(request, pending.choices, now)
-
-    def _next_with_image(self) -> PendingRequest | None:
-        waiting = self._pending.values()
-        return next((each for each in waiting if len(each.images) < len(each.request.images)), None)
+        failed = self.pending.encode_image()
+        return [] if failed is None else self.fail(failed.request, failed.choices, now)
 
     def fail(
         self, request: GenerateRequest, choices: Iterable[int], now: float
     ) -> list[TokenDelta]:
         """Remove a request that could not be queued because of an unexpected error."""
-        self._pending.pop(request.request_id, None)
+        self.pending.requests.pop(request.request_id, None)
         self._scheduler.abort(request.request_id, None, now)
         return refusals(
             request, choices, InferenceError("The engine could not take in this request.")
@@ -326,18 +412,19 @@ class RequestAdmission:
         """Abort one choice of a request, or all choices if `choice` is None, in any state. Unknown
         ids are ignored.
         """
-        pending = self._pending.get(request_id)
+        pending = self.pending.requests.get(request_id)
         if pending is None:
             return self._scheduler.abort(request_id, choice, now)
         ended = [each for each in pending.choices if choice in (None, each)]
         pending.choices[:] = [each for each in pending.choices if each not in ended]
         if not pending.choices:
-            del self._pending[request_id]
+            del self.pending.requests[request_id]
         return [TokenDelta(request_id, each, finish_reason="abort") for each in ended]
 
     def abort_pending(self, now: float) -> list[TokenDelta]:
         """Abort every request that waits for its grammar or its images."""
-        return [delta for each in list(self._pending) for delta in self.abort(each, None, now)]
+        pending = list(self.pending.requests)
+        return [delta for each in pending for delta in self.abort(each, None, now)]
 
     def _enqueue(self, ready: ReadyRequest, now: float) -> None:
         group: list[Sequence] = []
@@ -351,7 +438,7 @@ class RequestAdmission:
             for seq in group:
                 self._scheduler.forget(seq)
             raise
-        for is_end, when in zip((True, False), ready.deadlines(now), strict=True):
+        for is_end, when in zip((True, False), deadlines_of(ready, now), strict=True):
             if when is not None:
                 entry = Deadline(when, group[0].arrival, is_end, now, group)
                 heapq.heappush(self._checks.deadlines, entry)
@@ -383,40 +470,21 @@ class RequestAdmission:
             self._checks.deadlines = [entry for entry in self._checks.deadlines if entry.is_live]
             heapq.heapify(self._checks.deadlines)
 
-    def _find_no_room(self, request: GenerateRequest, now: float) -> EngineError | None:
+    def _find_no_place(self, request: GenerateRequest, now: float) -> EngineError | None:
         """An error if too much is waiting."""
-        if request.resumed is None and not self._has_place(request.tenant):
-            return RateLimitError(
-                "Too many requests are waiting; try again later.",
-                retry_after=self._checks.again_s(request.tenant, request.priority, now),
-            )
-        if not request.images:
+        if request.resumed is not None or self._has_place(request.tenant):
             return None
-        return None if self._account is None else self._account.find_fault(request, self._held())
-
-    def _held(self) -> Iterator[tuple[str, int]]:
-        """The tenant and the bytes of each request with images that has not ended."""
-        assert self._account is not None
-        for each in self._pending.values():
-            yield each.request.tenant, self._account.needed(each.request.images)
-        yield from self._maker.images.bytes_held()
+        return RateLimitError(
+            "Too many requests are waiting; try again later.",
+            retry_after=self._checks.again_s(request.tenant, request.priority, now),
+        )
 
     def _has_place(self, tenant: str) -> bool:
         """Whether one more request of the tenant may wait."""
-        own = sum(each.request.tenant == tenant for each in self._pending.values())
+        own = sum(each.request.tenant == tenant for each in self.pending.requests.values())
         own += self._scheduler.table.waiting.counts().get(tenant, 0)
         num_taken = self._scheduler.table.num_waiting + self.num_pending
         return may_take(tenant, own, num_taken, self._max_queued)
-
-    def _find_lack(self, request: GenerateRequest) -> EngineError | None:
-        """An error if the request needs what this engine does not have."""
-        if request.grammar is not None and self._grammars is None:
-            return InvalidRequestError("This engine follows no grammars.")
-        if request.adapter is not None and self.with_adapters() is None:
-            return InvalidRequestError("This engine serves no LoRA adapters.", param="model")
-        if request.images and self._images is None:
-            return InvalidRequestError("This engine does not read images.")
-        return None
 
 
 def refusals(

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
+from msgspec import structs
 
 from engine.core.errors import ConfigError
 from engine.core.interfaces.request import GenerateRequest
+from engine.core.interfaces.stats import EngineStats
 from engine.runtime.budget import StepBudget
 from engine.runtime.extension import Extension
 from engine.runtime.kv_cache import KVCache
@@ -196,6 +198,15 @@ class Speculation(Extension):
         self._drafters.pop(seq, None)
         if self.model is not None:
             self.model.end(seq)
+
+    def add_stats(self, stats: EngineStats) -> EngineStats:
+        return structs.replace(
+            stats,
+            num_drafted_tokens=self.num_drafted,
+            num_accepted_tokens=self.num_accepted,
+            num_model_drafted_tokens=self.num_model_drafted,
+            num_model_accepted_tokens=self.num_model_accepted,
+        )
 
     def check(self) -> None:
         if self.model is not None:

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from engine.core.interfaces.handover import Handover
 from engine.core.interfaces.request import UNSHARED, GenerateRequest, TokenDelta
-from engine.core.interfaces.stats import TierStats
+from engine.core.interfaces.stats import EngineStats, TierStats
 from engine.runtime.extension import CacheExtension
 from engine.runtime.groups.states import StateGroup
 from engine.runtime.groups.windows import WindowGroup
@@ -199,6 +199,9 @@ class KVTiers(CacheExtension):
 
     def tier_stats(self) -> tuple[TierStats, ...]:
         return self._last_stats or tuple(tier.stats() for tier in self.mover.tiers)
+
+    def add_stats(self, stats: EngineStats) -> EngineStats:
+        return replace(stats, tiers=self.tier_stats())
 
     def close(self) -> None:
         if not self.has_failed:

@@ -12,9 +12,9 @@ from functools import lru_cache
 
 from engine.runtime.groups.windows import min_window_blocks
 from engine.runtime.model_runner import NULL_BLOCK, BatchInputs
-from engine.runtime.queue import GUESSED_TOKENS, MUCH_SHORTER
 from engine.runtime.radix_cache import Node
 from engine.runtime.sequence import MAX_PREEMPTIONS, ScheduledBatch
+from engine.runtime.sequence_table import GUESSED_TOKENS, MUCH_SHORTER
 from tests.support.toy_engine.runner import CRASH_TOKEN, NAN_TOKEN, mix
 
 
@@ -264,7 +264,7 @@ def queues(now: Snapshot) -> None:
         assert seq.finish_reason is None
         known = len(seq.tokens) + seq.num_sampling + drafted.get(seq, 0)
         assert 0 <= seq.num_confirmed <= seq.num_computed <= known
-    for each in now.engine.loop._admission._pending.values():
+    for each in now.engine.loop._admission.pending.requests.values():
         assert each.choices, "a grammar compiles for nobody"
     if not everybody:
         assert not scheduler.table.inflight._owners and not scheduler.table.inflight._chains

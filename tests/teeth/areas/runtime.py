@@ -17,23 +17,23 @@ RESUMED = "tests/unit/runtime/test_resumed_sequences.py"
 MUTATIONS = [
     Mutation(
         "runtime: named stop ids are lost beside ends of text",
-        "engine.runtime.requests.new_sequences",
+        "engine.runtime.requests.admission",
         "stop_ids=frozenset((*params.stop_token_ids, *ends)),\n",
         "stop_ids=frozenset(ends),\n",
         f"{INTAKE_TESTS}::test_every_field_of_a_request_reaches_its_sequences",
     ),
     Mutation(
         "runtime: a request's tenant is its salt",
-        "engine.runtime.requests.new_sequences",
+        "engine.runtime.requests.admission",
         "            tenant=request.tenant,\n",
         "            tenant=request.salt,\n",
         f"{INTAKE_TESTS}::test_every_field_of_a_request_reaches_its_sequences",
     ),
     Mutation(
         "runtime: a grammar's time begins when it has been compiled",
-        "engine.runtime.requests.admission",
-        "images, since = tuple(each.images), each.submitted_at",
-        "images, since = tuple(each.images), now",
+        "engine.runtime.requests.pending",
+        "            pending.submitted_at,\n",
+        "            now,\n",
         f"{INTAKE_TESTS}::test_a_compiled_grammar_is_copied_for_each_choice",
     ),
     Mutation(
@@ -45,9 +45,9 @@ MUTATIONS = [
     ),
     Mutation(
         "runtime: a grammar that compiles for ever has no deadline",
-        "engine.runtime.requests.admission",
-        "                    refused += refusals(request, each.choices, late)\n",
-        "                    refusals(request, each.choices, late)\n",
+        "engine.runtime.requests.pending",
+        "            if timeout_s is not None and now > pending.submitted_at + timeout_s:\n",
+        "            if False:\n",
         f"{INTAKE_TESTS}::test_a_grammar_that_fails_or_times_out_ends_only_its_request",
     ),
     Mutation(
@@ -59,7 +59,7 @@ MUTATIONS = [
     ),
     Mutation(
         "runtime: every choice scores the prompt",
-        "engine.runtime.requests.new_sequences",
+        "engine.runtime.requests.admission",
         "seq.params.score_prompt and seq.choice == 0 and",
         "seq.params.score_prompt and",
         f"{INTAKE_TESTS}::test_every_field_of_a_request_reaches_its_sequences",

@@ -24,7 +24,7 @@ from engine.core.interfaces.request import (
 from engine.core.store import adapter_store
 from engine.runtime.groups.adapter_slots import AdapterSlots
 from engine.runtime.model_runner import AdapterRunner
-from engine.runtime.requests.new_sequences import namespace_of
+from engine.runtime.requests.admission import namespace_of
 from tests.support.files.gguf_files import tiny_config
 from tests.support.files.lora_files import PREFIX, peft_folder
 from tests.support.files.safetensors_files import file_bytes

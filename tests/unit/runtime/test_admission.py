@@ -149,7 +149,7 @@ def test_the_queue_is_bounded_and_counts_requests_whose_grammar_compiles():
 
 def test_an_engine_without_grammars_refuses_only_grammar_requests():
     bench = Bench()
-    bench.admission._grammars = None
+    bench.admission.pending._grammars = None
     assert codes(bench.submit(asking("a", grammar="g"))) == [("a", 0, "invalid_request")]
     assert bench.submit(asking("b")) == []
 
@@ -196,7 +196,7 @@ def test_an_adapter_that_does_not_fit_on_the_device_ends_only_its_request():
 
     slots = AdapterSlots(SimpleNamespace(), open, 2, 1)
     slots.place = place
-    bench.admission.adapters = slots
+    bench.admission.pending.adapters = slots
     for name in places:
         refused = bench.submit(asking(name, adapter=AdapterRef(name, f"/x/{name}")))
         assert codes(refused) == ([("first", 0, "inference_error")] if name == "first" else [])

@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.runtime.budget import StepBudget
-from engine.runtime.queue import (
+from engine.runtime.sequence import Sequence
+from engine.runtime.sequence_table import (
     AGING_STEPS,
     GUESSED_TOKENS,
     MAX_REMEMBERED,
     WaitingQueue,
 )
-from engine.runtime.sequence import Sequence
 from tests.support.toy_engine.engine import ToyEngine
 
 REQUIRED = (dataclasses.MISSING, dataclasses.MISSING)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.runtime.queue import MAX_PASSED
+from engine.runtime.sequence_table import MAX_PASSED
 from tests.support.toy_engine.engine import ToyEngine
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from engine.core.interfaces.request import Abort
 from engine.runtime import loop
-from engine.runtime.queue import AGING_STEPS, WaitingQueue
 from engine.runtime.sequence import MAX_PREEMPTIONS, Sequence
+from engine.runtime.sequence_table import AGING_STEPS, WaitingQueue
 from tests.support.toy_engine.engine import ToyEngine
 
 

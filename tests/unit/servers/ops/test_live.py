@@ -71,7 +71,7 @@ def test_a_live_snapshot_is_bounded() -> None:
 
 def test_a_bug_in_a_snapshot_ends_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = ToyEngine()
-    monkeypatch.setattr(engine.loop._snapshots, "take", lambda now: 1 // 0)
+    monkeypatch.setattr(SnapshotTaker, "take", lambda taker, now: 1 // 0)
     engine.submit("a", (1, 2, 3), max_tokens=4)
     engine.channel.inbox.append(Control(1, "snapshot"))
     engine.run()
@@ -82,7 +82,7 @@ def test_kernels_are_timed_only_while_a_live_view_is_open() -> None:
     engine = ToyEngine()
     switched: list[bool] = []
     timer: Any = SimpleNamespace(time_kernels=switched.append, kernel_seconds=lambda: {"mlp": 0.1})
-    taker = SnapshotTaker(engine.scheduler, engine.loop._timings, timer, 4)
+    taker = SnapshotTaker(engine.scheduler, engine.loop._timings, timer)
     taker.expire(10.0)
     assert switched == []
     assert taker.take(10.0).kernels[0].name == "mlp"
