@@ -13,7 +13,6 @@ from dataclasses import replace
 import numpy as np
 
 from engine.core.interfaces.request import SamplingParams
-from engine.runtime.extension import CacheExtension, Extension
 from engine.runtime.model_runner import (
     FROM_DEVICE,
     I32,
@@ -28,7 +27,7 @@ from engine.runtime.model_runner import (
 )
 from engine.runtime.samplers.prompt_logprobs import with_scores
 from engine.runtime.samplers.repetition import logit_biases, with_allowed
-from engine.runtime.sequence import Row, ScheduledBatch, Sequence, packed
+from engine.runtime.sequence import CacheExtension, Extension, Row, ScheduledBatch, Sequence, packed
 
 NEGLIGIBLE = 1e-30
 MAX_INT32 = 2**31 - 1

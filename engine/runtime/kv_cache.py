@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Listed
 
 from engine.runtime.block_pool import BlockPool
-from engine.runtime.extension import CacheExtension, E, found
 from engine.runtime.model_runner import NULL_BLOCK
 from engine.runtime.radix_cache import EvictedBlocks, Match, RadixCache
-from engine.runtime.sequence import Sequence, Tokens
+from engine.runtime.sequence import CacheExtension, E, Sequence, Tokens
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +65,7 @@ class KVCache:
 
     def find(self, kind: type[E]) -> E | None:
         """The extension of a kind, if there is one."""
-        return found(self.extensions, kind)
+        return kind.among(self.extensions)
 
     def can_ever_fit(self, num_tokens: int) -> bool:
         return self._blocks_for(num_tokens) <= self.pool.num_usable

@@ -30,7 +30,6 @@ from engine.ipc.transport import Channel, ConnectionClosedError
 from engine.runtime.batch import BatchBuilder
 from engine.runtime.budget import StepBudget, StepCounter
 from engine.runtime.dummy_batch import warm_up
-from engine.runtime.extension import CacheExtension
 from engine.runtime.insight.controls import answer_control
 from engine.runtime.insight.request_timing import EngineClock, RequestTimings
 from engine.runtime.insight.snapshot import SnapshotTaker
@@ -44,14 +43,14 @@ from engine.runtime.model_runner import (
     StepOutput,
 )
 from engine.runtime.outputs import Progress, engine_stats
-from engine.runtime.prefill_throttle import PrefillThrottle, StepPlan
+from engine.runtime.prefill_throttle import PrefillThrottle, StepPlan, demand_of
 from engine.runtime.recovery import Bisection, is_out_of_memory
 from engine.runtime.requests.admission import RequestAdmission
 from engine.runtime.requests.grammar import Grammars, MaskJob, MaskWriter, constrained_rows
 from engine.runtime.requests.images import ImageStore
 from engine.runtime.samplers.chain import ChainSampler
 from engine.runtime.scheduler import Scheduler
-from engine.runtime.sequence import ScheduledBatch, SequenceFaultError
+from engine.runtime.sequence import CacheExtension, ScheduledBatch, SequenceFaultError
 from engine.runtime.speculation.drafts import Speculation
 
 if TYPE_CHECKING:
@@ -296,7 +295,7 @@ class EngineLoop:
         if table.is_catching_up:
             return StepPlan(self._budget.tokens(0, table.num_running))
         if self._throttle is not None:
-            return self._throttle.plan(self.scheduler.demand)
+            return self._throttle.plan(demand_of(self.scheduler))
         return StepPlan(self._budget.tokens(table.num_decoding, table.num_running))
 
     def _forward(self, batch: ScheduledBatch) -> Forwarded:

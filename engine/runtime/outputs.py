@@ -15,9 +15,8 @@ from engine.core.errors import (
 from engine.core.interfaces.request import GenerateRequest, TokenDelta, TokenLogprobs
 from engine.core.interfaces.stats import EngineStats, StepCounts
 from engine.ipc.transport import failed_delta
-from engine.runtime.extension import Extension
 from engine.runtime.model_runner import F32, I32, Bools, SamplingInputs, StepOutput
-from engine.runtime.sequence import Sequence
+from engine.runtime.sequence import Extension, Sequence
 
 if TYPE_CHECKING:
     from engine.runtime.scheduler import Scheduler

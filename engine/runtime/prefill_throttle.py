@@ -11,8 +11,10 @@ Long gaps are counted, not timed: only the cost model (`budget.py`) measures tim
 
 from typing import NamedTuple
 
+import msgspec
+
 from engine.runtime.budget import StepBudget
-from engine.runtime.sequence_table import Demand
+from engine.runtime.scheduler import Scheduler
 
 # Prefill may take this part of decode's time. A mixed step then takes less than two decode steps.
 EVEN_SHARE = 0.8
@@ -30,6 +32,31 @@ MAX_PAUSE_S = 0.5  # of decode in a burst
 # the 99th percentile is to be that of an even step.
 LONG_GAPS = 0.008
 FIRST_CREDIT, MAX_CREDIT, MIN_CREDIT = 64.0, 128.0, -1024.0  # in gaps
+
+
+class Demand(msgspec.Struct, frozen=True):
+    """What the sequences of an engine need next. The last two numbers only grow."""
+
+    num_running: int = 0
+    num_decoding: int = 0
+    num_starting: int = 0  # sequences whose prompt is not computed, and that have a slot or get one
+    num_prompt_tokens: int = 0  # of all sequences whose prompt is not computed
+    num_started_tokens: int = 0  # prompt tokens of all sequences that were ever admitted
+    num_new_tokens: int = 0  # all tokens that were ever generated
+
+
+def demand_of(scheduler: Scheduler) -> Demand:
+    table, waiting = scheduler.table, scheduler.table.waiting
+    starting = [seq for seq in table.running if seq.num_computed < seq.num_prompt]
+    return Demand(
+        num_running=table.num_running,
+        num_decoding=table.num_decoding,
+        num_starting=len(starting) + min(len(waiting), len(table.free_slots)),
+        num_prompt_tokens=waiting.num_prompt_tokens
+        + sum(seq.num_prompt - seq.num_computed for seq in starting),
+        num_started_tokens=scheduler.num_prompt_tokens - scheduler.num_cached_tokens,
+        num_new_tokens=scheduler.num_generated_tokens,
+    )
 
 
 class StepPlan(NamedTuple):

@@ -15,20 +15,27 @@ from msgspec.structs import replace
 from engine.core.errors import EngineError, InferenceError
 from engine.core.interfaces.request import FinishReason, GenerateRequest, TokenDelta
 from engine.runtime.budget import NewTenantReserve, prefill_shares, prompts_due
-from engine.runtime.extension import E, Extension, Lack, found, overriding
 from engine.runtime.kv_cache import KVCache
 from engine.runtime.model_runner import StepOutput
 from engine.runtime.outputs import nonfinite, refusal, token_delta, vector_delta
 from engine.runtime.radix_cache import Match
 from engine.runtime.samplers.prompt_logprobs import has_scored_enough, num_scorable
-from engine.runtime.sequence import Row, ScheduledBatch, Sequence, SequenceFaultError
-from engine.runtime.sequence_table import Demand, Passing, SequenceTable
+from engine.runtime.sequence import (
+    E,
+    Extension,
+    Lack,
+    Row,
+    ScheduledBatch,
+    Sequence,
+    SequenceFaultError,
+)
+from engine.runtime.sequence_table import Passing, SequenceTable
 
 log = logging.getLogger(__name__)
 
 
 class Scheduler:
-    """Continuous batching over a `KVCache`. Features attach as extensions (`extension.py`)."""
+    """Continuous batching over a `KVCache`. Features attach as extensions."""
 
     def __init__(self, kv: KVCache, max_slots: int, max_step_tokens: int = 2**31 - 1) -> None:
         self.kv = kv
@@ -46,8 +53,8 @@ class Scheduler:
         """Tell an extension of every sequence from now on."""
         if extension not in self.extensions:
             self.extensions += (extension,)
-            self.advancing = overriding(self.extensions, "advance")
-            self._planning = overriding(self.extensions, "plan")
+            self.advancing = Extension.overriding(self.extensions, "advance")
+            self._planning = Extension.overriding(self.extensions, "plan")
 
     def extend(self, seq: Sequence, extension: Extension) -> None:
         """Let an extension shape the rows of a sequence."""
@@ -56,18 +63,11 @@ class Scheduler:
 
     def find(self, kind: type[E]) -> E | None:
         """The extension of a kind, if it is attached."""
-        return found(self.extensions, kind)
+        return kind.among(self.extensions)
 
     @property
     def has_work(self) -> bool:
-        if self.table.running or self.table.num_waiting:
-            return True
-        return any(each.has_work for each in self.advancing)
-
-    @property
-    def demand(self) -> Demand:
-        num_started_tokens = self.num_prompt_tokens - self.num_cached_tokens
-        return self.table.demand(num_started_tokens, self.num_generated_tokens)
+        return self.table.has_sequences or any(each.has_work for each in self.advancing)
 
     def add(
         self, seq: Sequence, request: GenerateRequest, submitted_at: float, queued_at: float

@@ -16,8 +16,6 @@ import heapq
 from bisect import bisect_right, insort
 from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 
-import msgspec
-
 from engine.core.interfaces.request import FinishReason
 from engine.runtime.sequence import Sequence, packed
 
@@ -393,17 +391,6 @@ def _common_blocks(data: bytes, other: bytes, width: int) -> int:
     return low
 
 
-class Demand(msgspec.Struct, frozen=True):
-    """What the sequences of an engine need next. The last two numbers only grow."""
-
-    num_running: int = 0
-    num_decoding: int = 0
-    num_starting: int = 0  # sequences whose prompt is not computed, and that have a slot or get one
-    num_prompt_tokens: int = 0  # of all sequences whose prompt is not computed
-    num_started_tokens: int = 0  # prompt tokens of all sequences that were ever admitted
-    num_new_tokens: int = 0  # all tokens that were ever generated
-
-
 class SequenceTable:
     """The waiting and running sequences, with their slots."""
 
@@ -418,6 +405,10 @@ class SequenceTable:
         self.free_slots = list(range(max_slots - 1, -1, -1))
         self._resumed: list[Sequence] = []  # see `is_catching_up`
         self._num_admissions = 0
+
+    @property
+    def has_sequences(self) -> bool:
+        return bool(self.running) or len(self.waiting) > 0
 
     @property
     def num_running(self) -> int:
@@ -437,19 +428,6 @@ class SequenceTable:
                 seq.num_prompt <= seq.num_computed < seq.num_prompt + seq.max_tokens - 1
                 for seq in self.running
             ]
-        )
-
-    def demand(self, num_started_tokens: int, num_new_tokens: int) -> Demand:
-        waiting = self.waiting
-        starting = [seq for seq in self.running if seq.num_computed < seq.num_prompt]
-        return Demand(
-            num_running=len(self.running),
-            num_decoding=self.num_decoding,
-            num_starting=len(starting) + min(len(waiting), len(self.free_slots)),
-            num_prompt_tokens=waiting.num_prompt_tokens
-            + sum(seq.num_prompt - seq.num_computed for seq in starting),
-            num_started_tokens=num_started_tokens,
-            num_new_tokens=num_new_tokens,
         )
 
     @property
@@ -543,7 +521,7 @@ class SequenceTable:
 
     def reset(self) -> None:
         """Free all slots. Allowed only when no sequence runs or waits."""
-        assert not self.running and not len(self.waiting)
+        assert not self.has_sequences
         self._requests.clear()
         self.inflight = InflightPrefixes(self._block_size)
         self.free_slots = list(range(self.max_slots - 1, -1, -1))

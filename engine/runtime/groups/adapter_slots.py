@@ -23,9 +23,8 @@ import numpy as np
 from engine.core.errors import EngineError, InferenceError, InvalidRequestError
 from engine.core.interfaces.request import AdapterFacts, AdapterRef, Control, ControlReply
 from engine.core.sandbox.checkpoint_validation import identity_of
-from engine.runtime.extension import Extension
 from engine.runtime.model_runner import AdapterRunner, BatchInputs
-from engine.runtime.sequence import Row, Sequence
+from engine.runtime.sequence import Extension, Row, Sequence
 
 log = logging.getLogger(__name__)
 

@@ -12,10 +12,9 @@ from dataclasses import replace
 import numpy as np
 
 from engine.runtime.block_pool import BlockPool
-from engine.runtime.extension import CacheExtension
 from engine.runtime.groups.aux_block_state import AuxBlockState
 from engine.runtime.model_runner import NULL_BLOCK, BatchInputs, RunnerSpec
-from engine.runtime.sequence import Row, Sequence
+from engine.runtime.sequence import CacheExtension, Row, Sequence
 
 # In prompts, there is a checkpoint after every so many blocks, and one after the last block whose
 # tokens are not the whole prompt. The last token must be computed to get logits.

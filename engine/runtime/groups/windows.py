@@ -14,10 +14,9 @@ from msgspec import structs
 
 from engine.core.interfaces.stats import EngineStats
 from engine.runtime.block_pool import BlockPool
-from engine.runtime.extension import CacheExtension
 from engine.runtime.groups.aux_block_state import AuxBlockState
 from engine.runtime.model_runner import I32, I64, NULL_BLOCK, BatchInputs, RunnerSpec
-from engine.runtime.sequence import Row, Sequence
+from engine.runtime.sequence import CacheExtension, Row, Sequence
 
 
 @dataclass(slots=True)

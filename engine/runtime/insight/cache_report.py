@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 from engine.core.interfaces.request import CachedPrefixes
 from engine.core.prefix_hashes import UNIT_TOKENS, as_number, next_hash, root_hash
-from engine.runtime.extension import CacheExtension
 from engine.runtime.radix_cache import Node, Root
-from engine.runtime.sequence import Sequence, Tokens, packed
+from engine.runtime.sequence import CacheExtension, Sequence, Tokens, packed
 
 if TYPE_CHECKING:
     from engine.runtime.kv_cache import KVCache

@@ -25,7 +25,7 @@ from engine.core.interfaces.timeline import (
     PromptDivergence,
     Timeline,
 )
-from engine.runtime.extension import Extension, Lack
+from engine.runtime.sequence import Extension, Lack
 
 if TYPE_CHECKING:
     from engine.runtime.kv_cache import KVCache

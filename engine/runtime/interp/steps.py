@@ -9,12 +9,11 @@ from engine.core.errors import EngineError, InvalidRequestError, RateLimitError
 from engine.core.interfaces.interp import InterpRequest
 from engine.core.interfaces.request import AdapterRef, GenerateRequest, TokenDelta
 from engine.core.memory import memory_room
-from engine.runtime.extension import Extension
 from engine.runtime.interp.probe import Probe
 from engine.runtime.interp.reports import Reports
 from engine.runtime.interp.taps import TapInputs, Tappable, Taps
 from engine.runtime.model_runner import BatchInputs, ModelRunner, StepOutput
-from engine.runtime.sequence import Row, ScheduledBatch, Sequence
+from engine.runtime.sequence import Extension, Row, ScheduledBatch, Sequence
 
 log = logging.getLogger(__name__)
 

@@ -24,9 +24,8 @@ from engine.core.errors import (
 )
 from engine.core.interfaces.request import GenerateRequest, ImageInput, TokenDelta
 from engine.core.memory import MIB
-from engine.runtime.extension import Extension
 from engine.runtime.model_runner import F32, FROM_DEVICE, I32, BatchInputs, ImageEncoder
-from engine.runtime.sequence import Row, Sequence
+from engine.runtime.sequence import Extension, Row, Sequence
 
 MAX_CACHED_BYTES = 256 * 2**20
 # Of requests that have not ended: pixels that wait to be encoded, and embeddings

@@ -10,10 +10,9 @@ import numpy as np
 from msgspec import structs
 
 from engine.core.interfaces.request import TokenDelta, TokenLogprobs
-from engine.runtime.extension import Extension
 from engine.runtime.model_runner import I32, MAX_SCORED, SAMPLE, SamplingInputs, StepOutput
 from engine.runtime.outputs import scores
-from engine.runtime.sequence import Row, ScheduledBatch, Sequence
+from engine.runtime.sequence import Extension, Row, ScheduledBatch, Sequence
 
 # Sampling parameters of a forced row. Parameters that are not listed here keep the value of the
 # row's request.

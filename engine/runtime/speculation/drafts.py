@@ -20,10 +20,9 @@ from engine.core.errors import ConfigError
 from engine.core.interfaces.request import GenerateRequest
 from engine.core.interfaces.stats import EngineStats
 from engine.runtime.budget import StepBudget
-from engine.runtime.extension import Extension
 from engine.runtime.kv_cache import KVCache
 from engine.runtime.model_runner import MAX_SCORED, RunnerSpec
-from engine.runtime.sequence import Row, Sequence, Tokens, packed
+from engine.runtime.sequence import Extension, Row, Sequence, Tokens, packed
 
 if TYPE_CHECKING:
     from engine.runtime.speculation.model_drafts import ModelDrafts, Offer

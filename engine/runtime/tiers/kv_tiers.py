@@ -18,11 +18,11 @@ from msgspec.structs import replace
 from engine.core.interfaces.handover import Handover
 from engine.core.interfaces.request import UNSHARED, GenerateRequest, TokenDelta
 from engine.core.interfaces.stats import EngineStats, TierStats
-from engine.runtime.extension import CacheExtension
 from engine.runtime.groups.states import StateGroup
 from engine.runtime.groups.windows import WindowGroup
 from engine.runtime.kv_cache import KVCache
 from engine.runtime.model_runner import NULL_BLOCK, Bytes, Group, RunnerSpec
+from engine.runtime.sequence import CacheExtension
 from engine.runtime.sequence import Sequence as Seq
 from engine.runtime.tiers.base import Tier, record_name
 from engine.runtime.tiers.health import WatchedTier

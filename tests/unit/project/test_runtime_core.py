@@ -5,7 +5,7 @@ import dataclasses
 from engine.runtime.sequence import Sequence
 from engine_tools.source_trees import imports, is_within, sources
 
-# The rooms of features that attach to the core of the runtime through `runtime/extension.py`.
+# The rooms of features that attach to the core of the runtime through `runtime/sequence.py`.
 FEATURES = (
     "engine.runtime.groups",
     "engine.runtime.insight",

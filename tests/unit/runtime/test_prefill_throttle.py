@@ -10,10 +10,10 @@ from engine.runtime.prefill_throttle import (
     FIRST_CREDIT,
     LONG_GAPS,
     MAX_PAUSE_S,
+    Demand,
     PrefillThrottle,
     StepPlan,
 )
-from engine.runtime.sequence_table import Demand
 from tests.support.toy_engine.engine import ToyEngine
 
 LARGEST, MAX_SLOTS = 8192, 1024
