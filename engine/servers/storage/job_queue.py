@@ -19,6 +19,10 @@ from engine.servers.storage.database import Database
 
 logger = logging.getLogger(__name__)
 
+# Between two looks for a database that does not exist. This server is woken when it makes one
+# itself, so only another server may make one meanwhile, and that server runs its jobs.
+ABSENT_S = 60.0
+
 
 class FileLock:
     """A lock that one process holds at a time. The kernel releases it when the process ends."""
@@ -128,7 +132,9 @@ class JobQueue(JobTasks, ABC):
             try:
                 if self._database.path.exists():
                     await self.look()
-                rest_s = self._rest_s
+                    rest_s = self._rest_s
+                else:
+                    rest_s = ABSENT_S
             except EngineError as error:
                 logger.warning("%s: jobs wait: %s", self._kind, error)
             except Exception:  # of the storage directory, or a bug; other jobs may still run

@@ -55,6 +55,18 @@ async def test_news_end_its_rest(queue: Looking) -> None:
         await queue.has_looked.wait()
 
 
+async def test_a_queue_without_a_database_looks_when_there_is_news(path: Path) -> None:
+    path.unlink()
+    queue = Looking(path)
+    await queue.start()
+    async with asyncio.timeout(30):
+        await asyncio.sleep(0)
+        path.touch()
+        queue.wake()
+        await queue.has_looked.wait()
+    await queue.stop()
+
+
 async def test_a_lock_is_held_by_one_server_until_it_stops(path: Path) -> None:
     ours, theirs = Looking(path), Looking(path)
     assert ours.holds("pool") and ours.holds("pool")
