@@ -89,6 +89,8 @@ def served(model: str, folder: Path) -> Iterator[tuple[str, list[int]]]:
     (folder / "sitecustomize.py").write_text(HOOK)
     path = os.pathsep.join([str(folder), str(PACKAGE.parent)])
     env = {"PYTHONPATH": path, "TRACE_PACKAGE": str(PACKAGE), "TRACE_FOLDER": str(folder)}
+    # A request is logged after its last byte, so a slow machine would count it now and then.
+    env["LLM_ENGINE_LOGGING__LOG_REQUESTS"] = "false"
     argv = [sys.executable, "-m", "engine.cli.main", "serve", model, "--port", "0"]
     process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, env={**os.environ, **env})
     try:

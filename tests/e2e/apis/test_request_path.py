@@ -7,8 +7,8 @@ import pytest
 from engine_tools.dev.trace_request import Trace, files, recorded
 from tests.conftest import DEFAULT_MODEL
 
-MOST_BEFORE_ENGINE = 26
-MOST_FILES = 49  # with those of the engine process, and those that an idle server runs
+MOST_BEFORE_ENGINE = 25
+MOST_FILES = 45  # with those of the engine process, and those that an idle server runs
 # Parts of the paths of features that the chat does not use, in the server process.
 FEATURES = (
     *("beam", "adapters", "interp", "images", "token_fields", "token_streams", "stored_chats"),
