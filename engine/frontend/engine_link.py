@@ -16,7 +16,6 @@ import logging
 import time
 from collections.abc import Callable
 
-from engine.backends.process import RestartPolicy
 from engine.core.errors import EngineError, ModelError, UnavailableError, error_from_code
 from engine.core.interfaces.request import (
     Abort,
@@ -41,9 +40,10 @@ from engine.core.sandbox.liveness import (
     Vitals,
     trouble_of,
 )
-from engine.frontend.engine_client import EngineClient, OnExit, OnMessage
 from engine.frontend.link import Link
 from engine.frontend.request_recovery import OpenRequest, OpenRequests, Receiver
+from engine.ipc.child_process import RestartPolicy
+from engine.ipc.connection import EngineClient, OnExit, OnMessage
 
 log = logging.getLogger(__name__)
 

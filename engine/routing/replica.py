@@ -12,10 +12,10 @@ from typing import Literal
 import psutil
 
 from engine.backends.base import InferenceBackend
-from engine.backends.process import resident_bytes
 from engine.core.errors import EngineError
 from engine.core.interfaces.backend import Health, ModelCard, UsageEvent
 from engine.core.interfaces.stats import EngineStats
+from engine.ipc.child_process import resident_bytes
 from engine.routing.monotonic_stats import MonotonicStats, summed
 from engine.routing.prefixes import SeenPrefixes
 

@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from engine.backends.process import RestartPolicy
 from engine.core.errors import EngineError, UnavailableError
 from engine.core.interfaces.backend import PromptProgress
 from engine.core.interfaces.request import (
@@ -19,11 +18,12 @@ from engine.core.interfaces.request import (
     ToEngine,
 )
 from engine.core.sandbox.liveness import Vitals
-from engine.frontend.engine_client import joined
 from engine.frontend.engine_link import EngineLink
 from engine.frontend.generation import Generation
 from engine.frontend.prompts import Prepared
 from engine.frontend.text_model import TextModel
+from engine.ipc.child_process import RestartPolicy
+from engine.ipc.connection import joined
 from tests.oracle.clock import Clock
 from tests.oracle.engines import Engine
 from tests.oracle.results import Result

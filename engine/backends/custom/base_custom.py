@@ -30,7 +30,6 @@ from engine.backends.base import (
     Tokenizing,
 )
 from engine.backends.custom.engine_settings import VALIDATOR, changed_options, options_of
-from engine.backends.process import RestartPolicy, resident_bytes
 from engine.core.errors import EngineError, UnavailableError
 from engine.core.interfaces.backend import (
     ChatRequest,
@@ -49,13 +48,6 @@ from engine.core.interfaces.timeline import Preparation
 from engine.core.memory import memory_room, num_oom_kills, separate_oom_kills
 from engine.core.sandbox.checkpoint_validation import validate
 from engine.core.store.model_store import default_name, resolve_model
-from engine.frontend.engine_client import (
-    EngineClient,
-    InlineClient,
-    OnExit,
-    OnMessage,
-    ProcessClient,
-)
 from engine.frontend.engine_link import EngineLink
 from engine.frontend.generation import Generation
 from engine.frontend.held_images import HeldImages
@@ -65,6 +57,14 @@ from engine.frontend.replay import replayed_tokens
 from engine.frontend.request_recovery import OpenRequest
 from engine.frontend.text_cache import files_key, keep_text
 from engine.frontend.text_model import TextModel, card_of, load_text, with_template
+from engine.ipc.child_process import RestartPolicy, resident_bytes
+from engine.ipc.connection import (
+    EngineClient,
+    InlineClient,
+    OnExit,
+    OnMessage,
+    ProcessClient,
+)
 from engine.ipc.engine_process import WORKER_MODULE, EngineProcess
 from engine.ipc.options import IMAGE_ENCODERS, TAPPED, EngineOptions
 

@@ -22,8 +22,8 @@ from engine.backends.external.reaping import (
     mark_of,
     memory_of,
 )
-from engine.backends.process import ChildProcess
 from engine.core.sandbox.processes import start_child
+from engine.ipc.child_process import ChildProcess
 
 LAUNCHER = "engine.backends.external.launcher"
 # Extra time for the launcher to end, after the grace period of its program.

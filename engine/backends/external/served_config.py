@@ -14,10 +14,10 @@ from typing import ClassVar
 
 from engine.backends.base import BackendConfig
 from engine.backends.external.listening import HeldPort, Place
-from engine.backends.process import ChildProcess
 from engine.core.errors import ConfigError, NotFoundError
 from engine.core.sandbox.processes import start_child
 from engine.core.store.model_store import resolve_model
+from engine.ipc.child_process import ChildProcess
 
 OUR_SETTINGS = "LLM_ENGINE_"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 from engine.backends.external.child_logs import ChildLog
 from engine.backends.external.external_child import ending
-from engine.backends.process import RestartPolicy
 from engine.core.errors import EngineError, ModelError
+from engine.ipc.child_process import RestartPolicy
 
 log = logging.getLogger(__name__)
 

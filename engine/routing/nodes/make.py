@@ -7,16 +7,16 @@ import ssl
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from engine.backends.process import RestartPolicy
 from engine.core.errors import ConfigError
 from engine.core.store.model_digest import model_digest
-from engine.frontend.engine_client import (
+from engine.frontend.engine_link import EngineLink
+from engine.ipc.child_process import RestartPolicy
+from engine.ipc.connection import (
     EngineClient,
     OnExit,
     OnMessage,
     ProcessClient,
 )
-from engine.frontend.engine_link import EngineLink
 from engine.ipc.engine_process import WORKER_MODULE, EngineProcess
 from engine.ipc.options import EngineOptions, PeerOptions
 from engine.routing.nodes.agent import Identity, NodeAgent

@@ -14,8 +14,7 @@ from engine.core.interfaces.request import (
     ToEngine,
 )
 from engine.core.sandbox.liveness import Vitals
-from engine.frontend.engine_client import OnExit, OnMessage
-from engine.ipc.connection import Connection
+from engine.ipc.connection import Connection, OnExit, OnMessage
 from engine.routing.nodes.pool import NodePool
 from engine.routing.nodes.pooled import PooledEngine
 from engine.routing.nodes.wire import MAX_UNSENT_BYTES, Beat, FromNode, Hello, Leaving

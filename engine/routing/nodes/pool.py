@@ -23,10 +23,10 @@ from engine.core.interfaces.request import (
 )
 from engine.core.interfaces.snapshot import EngineSnapshot
 from engine.core.interfaces.stats import EngineStats
-from engine.frontend.engine_client import EngineClient, OnExit, OnMessage
 from engine.frontend.engine_link import EngineLink
 from engine.frontend.link import Link
 from engine.frontend.request_recovery import OpenRequest, Receiver
+from engine.ipc.connection import EngineClient, OnExit, OnMessage
 from engine.routing.monotonic_stats import MonotonicStats, summed
 from engine.routing.nodes.pooled import PooledEngine
 from engine.routing.nodes.prefill import Prefill, Prefills

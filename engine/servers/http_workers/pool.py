@@ -14,10 +14,10 @@ from collections.abc import Callable, Coroutine
 
 from starlette.types import ASGIApp
 
-from engine.backends.process import RestartPolicy
 from engine.core.config_schema import Settings
 from engine.core.observability.logging import current_setup
 from engine.core.sandbox.liveness import LivenessVerdict
+from engine.ipc.child_process import RestartPolicy
 from engine.servers.http_workers.messages import Setup
 from engine.servers.http_workers.worker import HttpWorker
 

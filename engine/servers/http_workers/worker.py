@@ -13,7 +13,6 @@ from collections.abc import Callable
 import msgspec
 from starlette.types import ASGIApp
 
-from engine.backends.process import ChildProcess
 from engine.core.sandbox.liveness import (
     UNKNOWN_STEP_TIMEOUT_S,
     LivenessMonitor,
@@ -23,6 +22,7 @@ from engine.core.sandbox.liveness import (
     trouble_of,
 )
 from engine.core.sandbox.processes import socket_pair, start_child
+from engine.ipc.child_process import ChildProcess
 from engine.ipc.connection import Connection
 from engine.servers.http_workers.exchange import Exchange
 from engine.servers.http_workers.messages import (

@@ -10,7 +10,6 @@ from typing import Any
 
 from engine.adapters.served import ServedAdapter
 from engine.backends.custom.base_custom import CustomBackend
-from engine.backends.process import RestartPolicy
 from engine.core.interfaces.request import (
     AdapterRef,
     Deltas,
@@ -19,6 +18,7 @@ from engine.core.interfaces.request import (
     ToEngine,
 )
 from engine.frontend.engine_link import EngineLink
+from engine.ipc.child_process import RestartPolicy
 from engine.ipc.options import EngineOptions
 from engine.runtime.model_runner import RunnerSpec
 from tests.oracle.clock import Clock

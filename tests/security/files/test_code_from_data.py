@@ -32,7 +32,7 @@ IMPORTERS = {
     "native/compiled.py",
     "torch/kernels/base.py",
     "tools/inspection.py",
-    "frontend/engine_client.py",
+    "ipc/connection.py",
     "core/registry/registry.py",
     "core/sandbox/validation_child.py",
     "servers/access/rate_windows.py",

@@ -9,12 +9,12 @@ import msgspec
 
 from engine.backends.custom.base_custom import CustomBackend
 from engine.backends.custom.engine_settings import changed_options
-from engine.backends.process import RestartPolicy
 from engine.core.parsing.output import OutputFormat
 from engine.core.text.chat_template import ChatTemplate
-from engine.frontend.engine_client import EngineClient, InlineClient, ProcessClient
 from engine.frontend.engine_link import EngineLink
 from engine.frontend.text_model import ChatFormat, TextModel
+from engine.ipc.child_process import RestartPolicy
+from engine.ipc.connection import EngineClient, InlineClient, ProcessClient
 from engine.ipc.options import EngineOptions
 from tests.support.toy_engine.runner import VOCAB
 

@@ -86,7 +86,7 @@ MUTATIONS = [
     ),
     Mutation(
         "restarts: every pause is the same",
-        "engine.backends.process",
+        "engine.ipc.child_process",
         "2 ** (len(self._deaths) - 1)",
         "2",
         "tests/unit/backends/test_supervisor.py::test_restart_delays_double_until_too_many_deaths",

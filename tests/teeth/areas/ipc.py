@@ -193,7 +193,7 @@ MUTATIONS = [
     ),
     Mutation(
         "ipc: restarts pause as long each time",
-        "engine.backends.process",
+        "engine.ipc.child_process",
         "self.first_delay_s * 2 ** (len(self._deaths) - 1)",
         "self.first_delay_s * 2",
         "tests/unit/ipc/test_engine_link.py::test_restart_backoff_grows_is_capped_and_gives_up",
@@ -221,7 +221,7 @@ MUTATIONS = [
     ),
     Mutation(
         "ipc: a thread's inbox is read one message a turn",
-        "engine.frontend.engine_client",
+        "engine.ipc.connection",
         "            while True:\n                messages.append(self.inbox.get_nowait())\n",
         "            if not messages:\n                messages.append(self.inbox.get_nowait())\n",
         f"{FRAME_TESTS}::test_a_queue_channel_polls_all_waiting_messages",

@@ -144,7 +144,7 @@ async def test_a_stopped_backend_refuses_requests_and_can_be_stopped_again():
 @pytest.mark.seconds
 async def test_a_start_that_fails_leaves_no_task_behind(tmp_path, monkeypatch):
     monkeypatch.setattr(ToyBackend, "worker_module", "tests.support.toy_engine.worker")
-    monkeypatch.setattr("engine.frontend.engine_client.STOP_GRACE_S", 0.1)
+    monkeypatch.setattr("engine.ipc.connection.STOP_GRACE_S", 0.1)
     (tmp_path / "slow.gguf").write_bytes(b"GGUF, but not really")  # refused while the engine loads
     backend = BareBackend(str(tmp_path / "slow.gguf"))
     with pytest.raises(EngineError):

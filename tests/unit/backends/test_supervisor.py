@@ -10,8 +10,8 @@ import pytest
 from engine.backends.external import supervisor as supervisor_module
 from engine.backends.external.child_logs import ChildLog
 from engine.backends.external.supervisor import Patience, Supervisor
-from engine.backends.process import RestartPolicy
 from engine.core.errors import ModelError, UnavailableError
+from engine.ipc.child_process import RestartPolicy
 
 QUICK = Patience(
     start_timeout_s=5.0,

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from engine_tools.source_trees import ROOT, SourceFile, sources
 
 SUPERVISORS = (
-    "engine.backends.process",
+    "engine.ipc.child_process",
     "engine.ipc.engine_process",
-    "engine.frontend.engine_client",
+    "engine.ipc.connection",
     "engine.frontend.engine_link",
     "engine.torch.execution.distributed.group",
     "engine.torch.execution.distributed.remote",
@@ -33,7 +33,7 @@ WAITS = ("wait", "join", "communicate", "acquire", "waitpid")
 BOUNDS = ("wait_for", "answer_of", "timeout")
 # Waits without a bound of their own: the function, and what ends the wait.
 ENDED_BY = {
-    "frontend.engine_client.ProcessClient._end": "the liveness monitor: `kill` closes it",
+    "ipc.connection.ProcessClient._end": "the liveness monitor: `kill` closes it",
     "frontend.engine_link.EngineLink.start": "the liveness monitor, and the bound of a load",
     "backends.external.external_child.ExternalChild._report": "`stop`, which kills the launcher",
     "backends.external.supervisor.Supervisor._unless_ended": "it is done, or has failed",

@@ -29,8 +29,7 @@ from engine.core.sandbox.liveness import (
     heartbeat_file,
 )
 from engine.core.shards.link import Seal
-from engine.frontend.engine_client import QueueChannel, joined
-from engine.ipc.connection import Connection
+from engine.ipc.connection import Connection, QueueChannel, joined
 from engine.ipc.transport import (
     LENGTH,
     MAX_FRAME_BYTES,

@@ -11,13 +11,13 @@ import msgspec
 import psutil
 import pytest
 
-from engine.backends.process import RestartPolicy
 from engine.cli.ops import top
 from engine.core.errors import EngineError, ModelError, ResourceError, UnavailableError
 from engine.core.interfaces.request import GenerateRequest, SamplingParams
 from engine.frontend import engine_link
-from engine.frontend.engine_client import InlineClient, ProcessClient
 from engine.frontend.engine_link import EngineLink
+from engine.ipc.child_process import RestartPolicy
+from engine.ipc.connection import InlineClient, ProcessClient
 from engine.ipc.engine_process import EngineProcess
 from engine.ipc.options import EngineOptions
 from tests.support.toy_engine.alone import generate_alone
@@ -125,7 +125,7 @@ async def test_a_lost_device_ends_open_requests_and_restarts_the_engine():
 
 
 async def test_stopping_while_the_engine_loads_ends_start_with_an_error(monkeypatch):
-    monkeypatch.setattr("engine.frontend.engine_client.STOP_GRACE_S", 0.1)
+    monkeypatch.setattr("engine.ipc.connection.STOP_GRACE_S", 0.1)
     link = make_link("slow")
     starting = asyncio.create_task(link.start())
     await until(lambda: link.pid is not None)

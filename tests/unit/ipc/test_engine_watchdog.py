@@ -20,7 +20,7 @@ from engine.core.sandbox.liveness import (
     Watchdog,
 )
 from engine.frontend import engine_link as link_module
-from engine.frontend.engine_client import ProcessClient
+from engine.ipc.connection import ProcessClient
 from tests.support.toy_engine.runner import CRASH_TOKEN, IMPATIENT_S
 from tests.unit.ipc.test_engine_link import Inbox, ask, expected, make_link, request, until
 

@@ -108,7 +108,6 @@ SHARED_ROOMS = {
     "engine.frontend": (
         "engine.core",
         "engine.backends.base",
-        "engine.backends.process",
         "engine.architectures.base",
         "engine.architectures.vision",  # settings of the image preprocessing
         "engine.frontend",
