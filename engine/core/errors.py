@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 class EngineError(Exception):
     """Base class of all errors that a user can see. `str(error)` is the message for the user."""
 
-    category: ClassVar[str] = "internal"
+    category: ClassVar[str] = "internal"  # in docs/reference/errors.md
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
     code: ClassVar[str] = "internal_error"
@@ -81,6 +81,15 @@ class InferenceError(EngineError):
     code = "inference_error"
 
 
+class CacheError(EngineError):
+    """A command to the prefix cache or to one of its tiers failed."""
+
+    category = "cache"
+    status = 503
+    code = "cache_error"
+    retryable = True
+
+
 class ResourceError(EngineError):
     """There is not enough memory or disk space. The message says what would fit."""
 
@@ -130,6 +139,8 @@ class ContextLengthError(InvalidRequestError):
 
 
 class AuthenticationError(InvalidRequestError):
+    """There is no API key, or it is wrong."""
+
     category = "authentication"
     status = 401
     type = "authentication_error"
@@ -137,6 +148,8 @@ class AuthenticationError(InvalidRequestError):
 
 
 class ForbiddenError(InvalidRequestError):
+    """The key may not do this."""
+
     category = "forbidden"
     status = 403
     type = "permission_error"
@@ -144,6 +157,8 @@ class ForbiddenError(InvalidRequestError):
 
 
 class NotFoundError(InvalidRequestError):
+    """There is nothing of this name: a path, a model, an object of the tenant."""
+
     category = "not_found"
     status = 404
     type = "not_found_error"
@@ -151,6 +166,8 @@ class NotFoundError(InvalidRequestError):
 
 
 class MethodNotAllowedError(InvalidRequestError):
+    """The path has other methods."""
+
     category = "method_not_allowed"
     status = 405
     code = "method_not_allowed"
@@ -166,18 +183,24 @@ class RequestTimeoutError(EngineError):
 
 
 class ConflictError(InvalidRequestError):
+    """The object is in a state in which this is not possible."""
+
     category = "conflict"
     status = 409
     code = "conflict"
 
 
 class PayloadTooLargeError(InvalidRequestError):
+    """The body is larger than `server.body_limit_mb` allows."""
+
     category = "payload_too_large"
     status = 413
     code = "payload_too_large"
 
 
 class UnsupportedMediaTypeError(InvalidRequestError):
+    """The body is not JSON, or not a form where one is needed."""
+
     category = "unsupported_media_type"
     status = 415
     code = "unsupported_media_type"

@@ -13,7 +13,12 @@ from pathlib import Path
 from typing import Any, TypeVar, Unpack
 
 from engine.backends.base import InferenceBackend, ReplayedTokens, Resolved, Tokenizing
-from engine.core.errors import EngineError, InvalidRequestError, UnavailableError
+from engine.core.errors import (
+    CacheError,
+    EngineError,
+    InvalidRequestError,
+    UnavailableError,
+)
 from engine.core.interfaces.backend import (
     ChatRequest,
     CompletionRequest,
@@ -250,7 +255,7 @@ class Router(InferenceBackend):
         for replica in dict.fromkeys(m.replica for route in found for m in route.members):
             try:
                 words = await replica.backend.flush_prefixes()
-            except InvalidRequestError as error:
+            except (InvalidRequestError, CacheError) as error:
                 words = (error.message,)
             replica.seen.clear()
             done += [f"{replica.name}: {each}" for each in words]

@@ -333,7 +333,7 @@ class RunnerLostError(EngineError):
 
     category = "model"
     status = 503
-    code = "RUNNER_LOST"
+    code = "runner_lost"
     retryable = True
 
 

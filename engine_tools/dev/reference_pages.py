@@ -1,4 +1,4 @@
-"""Generates docs/reference: every setting and every metric, as the code defines them. Also writes
+"""Generates docs/reference: every setting, metric and error, as the code defines them. Also writes
 the tables of other servers' parameters into docs/compatibility.md.
 
     engine dev reference_pages            # write the pages
@@ -28,6 +28,7 @@ from engine.core.config import CONFIG_VARIABLE, flag_name, variable_names
 from engine.core.config_presets import ParametersTable, PresetTable
 from engine.core.config_schema import SECRET_KEYS, SECTIONS, Settings
 from engine.core.config_tables import BackendTable, ModelTable, PluginTable, ShadowTable
+from engine.core.errors import EngineError
 from engine.core.interfaces.stats import TierStats
 from engine.core.observability.metrics import Metrics, TierCollector
 from engine.plugins.metrics import PluginMetrics
@@ -44,6 +45,8 @@ _BOUNDS = (
     (("maxLength",), "at most {} characters"),
     (("pattern",), "matches `{}`"),
 )
+# Modules with the errors that clients see.
+_ERRORS = ("engine.core.errors", "engine.servers.http.errors")
 _KINDS = {"boolean": "true, false", "array": "list", "object": "table"}
 _NOTICE = "<!-- Written by `engine dev reference_pages` from the code; do not edit it here. -->"
 
@@ -71,6 +74,7 @@ def pages() -> dict[str, str]:
     return {
         "reference/settings.md": settings_page(),
         "reference/metrics.md": metrics_page(),
+        "reference/errors.md": errors_page(),
         "compatibility.md": compatibility_page(_read(FOLDER / "compatibility.md") or ""),
     }
 
@@ -145,6 +149,34 @@ def settings_page() -> str:
         lines += _table("key", "default", "bounds", "what it does")
         lines += [_row(f"`{name}`", *rest) for name, *rest in _fields(model)]
     return "\n".join(lines) + "\n"
+
+
+def errors_page() -> str:
+    lines = [
+        *("# Errors", "", _NOTICE, ""),
+        "Each error that a client or user sees is of one of these classes. `error.type` and"
+        " `error.code` are in the answer. Some errors have a more exact code, such as"
+        " `model_not_found`.",
+        "Where a retry may help, the header `x-should-retry` is not `false`, and `Retry-After` says"
+        " when, if the server knows it.",
+        "The body has the form of the API: OpenAI's, Anthropic's, Ollama's or llama.cpp's.",
+        "",
+        *_table("category", "status", "type", "code", "retry", "when"),
+    ]
+    kinds = [each for each in _kinds_of(EngineError) if each.__module__ in _ERRORS]
+    for kind in sorted(kinds, key=lambda each: (each.status, each.code)):
+        first = " ".join(inspect.cleandoc(kind.__doc__ or "").split("\n\n")[0].split())
+        status, retry = str(kind.status), "yes" if kind.retryable else "no"
+        cells = (kind.category, status, f"`{kind.type}`", f"`{kind.code}`", retry)
+        lines.append(_row(*cells, first))
+    lines += ["", "Any other error is a bug: 500, `internal_error`, without details."]
+    return "\n".join(lines) + "\n"
+
+
+def _kinds_of(kind: type[EngineError]) -> Iterator[type[EngineError]]:
+    for each in kind.__subclasses__():
+        yield each
+        yield from _kinds_of(each)
 
 
 def metrics_page() -> str:

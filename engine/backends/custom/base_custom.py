@@ -30,7 +30,7 @@ from engine.backends.base import (
     Tokenizing,
 )
 from engine.backends.custom.engine_settings import VALIDATOR, changed_options, options_of
-from engine.core.errors import EngineError, UnavailableError
+from engine.core.errors import CacheError, EngineError, UnavailableError
 from engine.core.interfaces.backend import (
     ChatRequest,
     CompletionRequest,
@@ -240,7 +240,10 @@ class CustomBackend(InferenceBackend):
         return self._link.pid
 
     async def flush_prefixes(self, *, model: str = "") -> tuple[str, ...]:
-        return ((await self._link.flush_cache()).message,)
+        reply = await self._link.flush_cache()
+        if not reply.ok:
+            raise CacheError(f"The prefix cache was not flushed: {reply.message}")
+        return (reply.message,)
 
     async def snapshots(self) -> dict[str, EngineSnapshot]:
         with contextlib.suppress(EngineError):

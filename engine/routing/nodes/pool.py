@@ -291,7 +291,8 @@ class NodePool:
 
     async def flush_cache(self) -> ControlReply:
         replies = await asyncio.gather(*(link.flush_cache() for link in self._up()))
-        return ControlReply(0, True, "; ".join(each.message for each in replies))
+        done = all(each.ok for each in replies)
+        return ControlReply(0, done, "; ".join(each.message for each in replies))
 
     async def set_log_level(self, level: str) -> ControlReply:
         if self.own is None:

@@ -8,6 +8,7 @@ import pytest
 from engine.backends.base import BackendConfig, InterruptedRequest
 from engine.backends.custom.base_custom import CustomBackend
 from engine.core.errors import (
+    CacheError,
     ConfigError,
     EngineError,
     InvalidRequestError,
@@ -20,7 +21,7 @@ from engine.core.interfaces.backend import (
     GenerationContext,
     UsageEvent,
 )
-from engine.core.interfaces.request import GenerateRequest, SamplingParams, TokenDelta
+from engine.core.interfaces.request import ControlReply, GenerateRequest, SamplingParams, TokenDelta
 from engine.frontend.generation import MAX_BACKLOG, Generation
 from engine.frontend.prompts import Prepared
 from tests.support.fakes.scripted_link import Bench
@@ -151,6 +152,19 @@ async def test_a_start_that_fails_leaves_no_task_behind(tmp_path, monkeypatch):
         await backend.start()
     await asyncio.sleep(0)
     assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_a_flush_that_failed_is_an_error_of_the_cache(monkeypatch):
+    backend = await started()
+    assert await backend.flush_prefixes() == ("0 blocks freed",)
+
+    async def fails() -> ControlReply:
+        return ControlReply(1, False, "the tier is gone")
+
+    monkeypatch.setattr(backend._link, "flush_cache", fails)
+    with pytest.raises(CacheError, match="the tier is gone"):
+        await backend.flush_prefixes()
+    await backend.stop()
 
 
 def test_backend_arguments_are_checked_by_name_and_type():
