@@ -20,7 +20,7 @@ step = @printf '\n==> %s\n' "$(1)"
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help serve programs browser test test-integration compiled walk test-quick oracle oracle-http scoreboard test-slow test-gpu test-native test-emulated test-vllm test-vllm-suite test-llamacpp-suite test-clients mutants mutants-nightly manifests nightly lint format bench wheel lock sbom clean
+.PHONY: help serve programs browser test test-integration compiled walk test-quick oracle oracle-http scoreboard test-slow test-gpu test-native test-emulated test-vllm test-vllm-suite test-llamacpp-suite test-clients mutants mutants-nightly manifests nightly lint format bench wheel docs lock sbom clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -189,7 +189,16 @@ bench: $(VENV)/.dev ## Measure this engine beside llama.cpp and vLLM (ARGS=--qui
 	@$(BIN)/engine pull $(MODEL)
 	@$(BIN)/python -m benchmarks.run --model $(MODEL) $(ARGS)
 
-wheel: ## Build wheels for x86-64 and aarch64 and the sdist into dist/ (ARGS="--machine aarch64")
+# The site is part of the package, so that wheels have it. The theme's own advertisement is not shown.
+SITE_TOOLS := build/site
+$(SITE_TOOLS)/.created:
+	@$(PYTHON) -m venv $(SITE_TOOLS) && $(SITE_TOOLS)/bin/pip install -q 'mkdocs>=1.6,<2' 'mkdocs-material>=9.7,<10' && touch $@
+
+docs: $(SITE_TOOLS)/.created ## Build the documentation as a site, which `engine docs` shows
+	@NO_MKDOCS_2_WARNING=1 $(SITE_TOOLS)/bin/mkdocs build --strict --config-file deploy/site/mkdocs.yml
+	@echo "Built engine/site: .venv/bin/engine docs"
+
+wheel: docs ## Build wheels for x86-64 and aarch64 and the sdist into dist/ (ARGS="--machine aarch64")
 	@$(PYTHON) deploy/wheels/build.py $(ARGS)
 
 # Tools for these two have an environment of their own.
@@ -205,7 +214,7 @@ sbom: $(VENV)/.serve $(TOOLS)/.created ## Write what the environment holds as Cy
 	@$(TOOLS)/bin/cyclonedx-py environment --of JSON -o sbom.json --pyproject pyproject.toml $(BIN)/python
 
 clean: ## Remove the virtual environment and every cache
-	rm -rf $(VENV) $(VLLM) .clients build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) .clients build dist engine/site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find engine engine_tools tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp, not the interpreter, which appears before the environment is complete.

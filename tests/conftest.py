@@ -55,6 +55,7 @@ INTEGRATION = frozenset(
         "e2e/apis/test_langchain.py",
         "e2e/apis/test_litellm.py",
         "e2e/cluster",
+        "e2e/docs",
         "e2e/engines",
         "e2e/features",
         "kernels",

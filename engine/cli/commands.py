@@ -84,6 +84,7 @@ GROUPS = {
         ),
         "completion": ("engine.cli.help:completion", "Print a script for tab completion."),
         "doctor": ("engine.cli.doctor:doctor", "Tell what this machine can run, and why."),
+        "docs": ("engine.cli.ops.docs:docs", "Show the documentation, without a network."),
     },
     "Develop": {
         "profile": ("engine.cli.profile:profile", "Show where a model's time goes."),

@@ -111,6 +111,7 @@ EXAMPLES = {
     "plugins": ("plugins list", "plugins list --json"),
     "completion": ("completion bash", "completion zsh"),
     "doctor": ("doctor", "doctor --json"),
+    "docs": ("docs", "docs --port 9000 --no-browser"),
     "profile": ("profile smollm2-135m-instruct", "profile ./model.gguf --trace trace.json"),
     "dev": ("dev module_map runtime", "dev single_file_gpt2"),
 }

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from zipfile import ZipFile
 
 import httpx
 import pytest
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.slow
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheels") / "dist"
     machine = platform.machine()
+    subprocess.run(["make", "docs"], cwd=ROOT, check=True)
     command = [sys.executable, BUILD, "--machine", machine, "--python", "python3.11"]
     subprocess.run([*command, "--out", folder], check=True)
     return folder
@@ -35,6 +37,11 @@ def test_the_wheel_runs_on_any_glibc_since_2_28(dist: Path) -> None:
     tags = re.findall(r"manylinux_2_(\d+)_", wheel.name)
     assert tags and min(map(int, tags)) <= 28, wheel.name
     assert "libstdc++" not in shown  # the wheel carries its own C++ library
+
+
+def test_the_wheel_has_the_documentation(dist: Path) -> None:
+    (wheel,) = dist.glob("*.whl")
+    assert {"engine/site/index.html", "engine/site/site.css"} <= set(ZipFile(wheel).namelist())
 
 
 def test_an_environment_without_a_compiler_serves_from_the_wheel(
