@@ -43,18 +43,18 @@ define tested
 	if [ -n "$$failed" ]; then printf '\nfailed: see above\n'; exit 1; fi
 endef
 
-# The processes take files of the same list, so the long ones come first. Tests wait for half of their time, so three
-# processes are quicker on two cores than two.
-BY_FILE := --dist loadfile --no-loadscope-reorder
+# The processes take files of the same list, and read a file when they run it. The long ones come first. Some tests
+# wait, so three processes are quicker on two cores than two.
+BY_FILE := -p tests.support.whole_files --maxschedchunk 1 -o console_output_style=times
 test: $(VENV)/.dev programs ## Run every test but those of make test-integration and the long ones
 	$(call step,Fetching the model that tests use)
 	@$(BIN)/engine pull $(MODEL)
-	$(call tested,3,"--integration without $(BY_FILE) $(LEVELS:%=tests/%)")
+	$(call tested,3,"$(BY_FILE) --integration without $(LEVELS:%=tests/%)")
 
 # Triton must be in interpreter mode when the kernels are defined, so they have a run of their own.
 test-integration: $(VENV)/.dev browser ## Run what needs other programs: Chromium, Redis, Triton's interpreter, scoreboard
 	@$(BIN)/engine pull $(MODEL)
-	$(call tested,2,"--integration only $(BY_FILE) tests/scoreboard tests/ui $(LEVELS:%=tests/%)" "tests/kernels")
+	$(call tested,2,"$(BY_FILE) --integration only tests/scoreboard tests/ui $(LEVELS:%=tests/%)" "tests/kernels")
 
 # The first import of a module compiles it, tests included, and both processes of make test would do so.
 compiled: $(VENV)/.dev ## Compile the tests and what they import

@@ -14,7 +14,10 @@ PACKAGES = ("engine", "engine_tools")
 class SourceFile:
     path: Path
     text: str
-    tree: ast.Module
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text)
 
     @property
     def module(self) -> str:
@@ -34,8 +37,7 @@ def sources(*folders: str) -> tuple[SourceFile, ...]:
     """The sources below these folders; of both packages if none is named."""
     roots = [ROOT / each for each in folders or PACKAGES]
     paths = sorted(path for root in roots for path in root.rglob("*.py"))
-    texts = [(path, path.read_text(encoding="utf-8")) for path in paths]
-    return tuple(SourceFile(path, text, ast.parse(text)) for path, text in texts)
+    return tuple(SourceFile(path, path.read_text(encoding="utf-8")) for path in paths)
 
 
 @cache

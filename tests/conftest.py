@@ -20,6 +20,7 @@ import pytest
 from engine.core.observability.logging import HANDLER_NAME as LOG_HANDLER
 from engine.core.store.pull import pull
 from tests.support.servers.served import ServedEngine, serve
+from tests.support.whole_files import WholeFile, settle_garbage
 
 # Read when PyTorch is first imported: spinning threads starve other processes on the same cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -112,9 +113,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     split: dict[bool, list[pytest.Item]] = {True: [], False: []}
     for item in items:
         marked = item.get_closest_marker("integration") is not None
-        split[marked or is_integration(item.path)].append(item)
-    items[:] = split[wanted]
-    config.hook.pytest_deselected(items=split[not wanted])
+        found = marked or is_integration(item.path)
+        split[found == wanted or isinstance(item, WholeFile)].append(item)
+    items[:] = split[True]
+    config.hook.pytest_deselected(items=split[False])
 
 
 def shuffle(items: list[pytest.Item], seed: str) -> None:
@@ -131,10 +133,7 @@ def shuffle(items: list[pytest.Item], seed: str) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported by now stays to the end: garbage is looked for among what comes after."""
-    gc.collect()
-    gc.freeze()
-    gc.enable()
+    settle_garbage()
 
 
 @pytest.hookimpl(trylast=True)

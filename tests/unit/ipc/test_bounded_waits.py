@@ -113,8 +113,4 @@ async def bounded(process, event):
     async with asyncio.timeout(5):
         await event.wait()
 """
-    assert [line for _, line in waits(SourceFile(ROOT / "m.py", text, ast.parse(text)))] == [
-        3,
-        4,
-        5,
-    ]
+    assert [line for _, line in waits(SourceFile(ROOT / "m.py", text))] == [3, 4, 5]
