@@ -32,6 +32,9 @@ using std::min;
 struct uint4 {
     u32 x, y, z, w;
 };
+struct uint2 {
+    u32 x, y;
+};
 struct float2 {
     float x, y;
 };
@@ -39,9 +42,9 @@ struct float4 {
     float x, y, z, w;
 };
 
-constexpr int SHARED_BYTES = 232448, STACK_BYTES = 1 << 16;
+constexpr int MAX_SHARED_BYTES = 232448, STACK_BYTES = 1 << 16;
 extern "C" {
-alignas(128) uint4 shared[SHARED_BYTES / 16];
+alignas(128) uint4 shared[MAX_SHARED_BYTES / 16];
 }
 
 struct Warp {
@@ -71,6 +74,7 @@ std::vector<Fiber>* fibers;
 std::vector<Warp> warps;
 std::deque<Copy> copies;
 int num_threads, block_arrived, block_calls, num_exited;
+int part_arrived, part_calls;  // of the barrier that only some threads of the block wait at
 bool progress;
 
 inline void give_way() {
@@ -152,24 +156,50 @@ inline void unpack_fp8(u32 four, u32& low, u32& high) {
     high = fp8_to_f16(four >> 16 & 0xff) | static_cast<u32>(fp8_to_f16(four >> 24)) << 16;
 }
 
-inline float half_of(u32 pair, int index) {
+inline float from_f16_pair(u32 pair, int index) {
     return from_f16(index ? pair >> 16 : pair & 0xffff);
+}
+
+// One of a pair of inputs.
+inline float input_of(u32 pair, int index) {
+    if (!IS_BF16) return from_f16_pair(pair, index);
+    return __uint_as_float(index ? pair & 0xffff0000u : pair << 16);
+}
+
+inline void unpack(u32 both, float& low, float& high) {
+    low = input_of(both, 0), high = input_of(both, 1);
+}
+
+inline u32 masked_or(u32 word, u32 mask, u32 others) {
+    return word & mask | others;
+}
+
+inline float unpack_f16(u16 half) {
+    return from_f16(half);
 }
 
 // PTX's fragments of m16n8k16: lane i has lines i / 4 and i / 4 + 8 of the left matrix and of the sums, and
 // column i / 4 of the right matrix. i % 4 says which pairs of neighbours it has.
-inline void multiply_add(float (&sums)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+inline void multiply_add(float (&sums)[4], const u32 (&a)[4], u32 b0, u32 b1, float (*value)(u32, int)) {
     u32 operands[6] = {a[0], a[1], a[2], a[3], b0, b1};
     auto given = exchange(operands, 6);
     int lane = threadIdx.x % 32;
     for (int index = 0; index < 4; ++index) {
         int line = lane / 4, half = index / 2, column = lane % 4 * 2 + index % 2;
         for (int k = 0; k < 16; ++k) {
-            float left = half_of(given[line * 4 + k % 8 / 2][half + k / 8 * 2], k % 2);
-            float right = half_of(given[column * 4 + k % 8 / 2][4 + k / 8], k % 2);
+            float left = value(given[line * 4 + k % 8 / 2][half + k / 8 * 2], k % 2);
+            float right = value(given[column * 4 + k % 8 / 2][4 + k / 8], k % 2);
             sums[index] += left * right;
         }
     }
+}
+
+inline void multiply_add(float (&sums)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    multiply_add(sums, a, b0, b1, from_f16_pair);
+}
+
+inline void multiply_add_inputs(float (&sums)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    multiply_add(sums, a, b0, b1, input_of);
 }
 
 inline u32 transposed(u32 pair) {
@@ -207,6 +237,13 @@ inline void __syncthreads() {
     progress = true;
 }
 
+inline void sync_threads(int count) {
+    int call = part_calls;
+    if (++part_arrived == count) part_arrived = 0, ++part_calls;
+    while (part_calls == call) give_way();
+    progress = true;
+}
+
 inline void __threadfence() {}
 
 inline int atomicAdd(int* place, int x) {
@@ -231,6 +268,9 @@ inline u32 __byte_perm(u32 x, u32 y, u32 order) {
 
 inline float exp2_of(float x) {
     return std::exp2(x);
+}
+inline float rsqrtf(float x) {
+    return 1.0f / std::sqrt(x);
 }
 inline float log2_of(float x) {
     return std::log2(x);
@@ -290,6 +330,10 @@ inline void copy_bytes(u32 to, const void* from, u32 barrier, u32 bytes) {
     copies.push_back({to, barrier, bytes, from, std::rand() % 4});
 }
 
+inline void copy_bytes_once(u32 to, const void* from, u32 barrier, u32 bytes) {
+    copy_bytes(to, from, barrier, bytes);
+}
+
 inline void copy_some() {
     for (auto copy = copies.begin(); copy != copies.end();) {
         progress = true;
@@ -318,7 +362,7 @@ inline void run_block(int threads) {
     fibers = &here;
     warps.assign(threads / 32, Warp{});
     num_threads = threads;
-    block_arrived = block_calls = num_exited = 0;
+    block_arrived = block_calls = num_exited = part_arrived = 0;
     std::memset(shared, 0xff, sizeof(shared));
     for (Fiber& fiber : here) {
         getcontext(&fiber.context);

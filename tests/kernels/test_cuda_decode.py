@@ -47,7 +47,12 @@ def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathF
         return
     folder: Path = tmp_path_factory.getbasetemp()
     monkeypatch.setattr(decode, "supports", decode.covers)
-    monkeypatch.setattr(decode, "function", lambda config, dtype: Emulated(config, dtype, folder))
+    files = ("decode.cuh", "decode.cu")
+    monkeypatch.setattr(
+        decode,
+        "function",
+        lambda config, dtype: Emulated("decode_rows", files, decode.sizes(config, dtype), folder),
+    )
 
 
 def model(sizes: tuple[int, int, int, int], window: int | None = None) -> AttentionHeads:

@@ -23,6 +23,7 @@ from engine.torch.kernels.quantized import (
     GroupedWeight,
     dequantize,
     grouped_linear,
+    prepared,
 )
 from engine.torch.layers.linear import Linear
 from engine.torch.layers.norm import RMSNorm, fusion_of
@@ -45,7 +46,7 @@ class GroupedLinear(nn.Module):
         parts: tuple[tuple[str, int], ...] = (),
     ) -> None:
         super().__init__()
-        self.stacks = tuple(stacks)
+        self.stacks = tuple(map(prepared, stacks))
         self.bias = bias
         self.parts = parts
 
@@ -67,7 +68,10 @@ class GroupedLinear(nn.Module):
         if len(self.stacks) == 1:
             return grouped_linear(x, self.stacks[0], self.bias, fusion)
         normed = fusion_of(norm, None, None)
-        y = torch.cat([grouped_linear(x, stack, None, normed) for stack in self.stacks], dim=-1)
+        rows = [stack.shape[0] for stack in self.stacks]
+        y = torch.empty((len(x), sum(rows)), dtype=x.dtype, device=x.device)
+        for stack, part in zip(self.stacks, y.split(rows, dim=-1), strict=True):
+            grouped_linear(x, stack, None, normed, part)
         return fusion.finished(y if self.bias is None else y + self.bias)
 
 

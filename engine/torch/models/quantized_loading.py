@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from engine.torch.kernels.base import interpreting
-from engine.torch.kernels.quantized import GroupedWeight
+from engine.torch.kernels.quantized import GroupedWeight, prepared
 from engine.torch.kernels.repack import (
     REPACKED,
     layout_of,
@@ -48,7 +48,7 @@ def place_quantized(
     """
     taken = set()
     if _is_quantized(weights.get(EMBED)):
-        table = _grouped(weights[EMBED], device)
+        table = prepared(_grouped(weights[EMBED], device))
         model.set_submodule("embed", GroupedEmbedding(table, dtype))
         taken.add(EMBED)
         if model.config.tie_embeddings:

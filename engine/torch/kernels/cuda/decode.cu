@@ -91,18 +91,6 @@ __device__ __forceinline__ void consume(Worker& worker, const Span& span, const 
     worker.finish();
 }
 
-// Whether this warp is the last of a sequence's to write its partial result. Then it sees all of them.
-__device__ __forceinline__ bool arrives_last(int* arrived, int num_partials) {
-    int lane = threadIdx.x % 32, before = 0;
-    __threadfence();
-    __syncwarp();
-    if (lane == 0) before = atomicAdd(arrived, 1);
-    bool is_last = __shfl_sync(~0u, before, 0) == num_partials - 1;
-    if (is_last && lane == 0) *arrived = 0;
-    __threadfence();
-    return is_last;
-}
-
 // Loads what other multiprocessors wrote, past the L1 cache.
 template <int COUNT>
 __device__ __forceinline__ Floats<COUNT> load_partial(const float* from) {

@@ -28,6 +28,11 @@ __device__ __forceinline__ void launch_dependents() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
+// Waits until the first `count` threads of the thread block are here.
+__device__ __forceinline__ void sync_threads(int count) {
+    asm volatile("bar.sync 1, %0;" ::"r"(count) : "memory");
+}
+
 __device__ __forceinline__ void init_barrier(u32 barrier, u32 count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
 }
@@ -80,6 +85,17 @@ __device__ __forceinline__ void copy_bytes(u32 to, const void* from, u32 barrier
         : "memory");
 }
 
+// The same for bytes that nothing else reads soon. They leave the L2 cache first.
+__device__ __forceinline__ void copy_bytes_once(u32 to, const void* from, u32 barrier, u32 bytes) {
+    asm volatile(
+        "{\n.reg .b64 policy;\ncreatepolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %3, "
+        "[%2], "
+        "policy;\n}" ::"r"(to),
+        "l"(from), "r"(barrier), "r"(bytes)
+        : "memory");
+}
+
 // Returns the WGMMA descriptor of a swizzled tile in shared memory. The tile has lines of 128
 // bytes; eight lines form a block of 1,024 bytes. `next` is the distance in bytes between tiles of
 // 64 values. It matters only if the lines of the tile run along K, as for the values of attention.
@@ -126,6 +142,26 @@ __device__ __forceinline__ u32 packed_f16(float low, float high) {
     return both;
 }
 
+// word & mask | others, in one instruction. The compiler makes two of it if both are constants.
+__device__ __forceinline__ u32 masked_or(u32 word, u32 mask, u32 others) {
+    u32 result;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(word), "r"(mask), "r"(others));
+    return result;
+}
+
+// Converts a pair of inputs.
+__device__ __forceinline__ void unpack(u32 both, float& low, float& high) {
+    asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.f32." IN " %0, a;\ncvt.f32." IN " %1, b;\n}"
+        : "=f"(low), "=f"(high)
+        : "r"(both));
+}
+
+__device__ __forceinline__ float unpack_f16(u16 half) {
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(half));
+    return x;
+}
+
 // Converts four float8 numbers to two pairs of float16 numbers.
 __device__ __forceinline__ void unpack_fp8(u32 four, u32& low, u32& high) {
     asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\n"
@@ -137,6 +173,15 @@ __device__ __forceinline__ void unpack_fp8(u32 four, u32& low, u32& high) {
 // Multiplies a 16 x 16 by a 16 x 8 matrix of float16 numbers, as one warp, and adds it to y.
 __device__ __forceinline__ void multiply_add(float (&y)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(y[0]), "+f"(y[1]), "+f"(y[2]), "+f"(y[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// The same for matrices of the inputs' type.
+__device__ __forceinline__ void multiply_add_inputs(float (&y)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32." IN "." IN
+        ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
         "{%8, %9}, {%0, %1, %2, %3};"
         : "+f"(y[0]), "+f"(y[1]), "+f"(y[2]), "+f"(y[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));

@@ -1,3 +1,5 @@
+// How the threads of a kernel wait for each other.
+
 // A ring of COUNT buffers in shared memory. Consumers wait until a buffer is full. The producer
 // waits until a buffer is free.
 template <int COUNT, u32 BYTES>
@@ -18,3 +20,16 @@ struct Ring {
         }
     }
 };
+
+// Whether this warp is the last of `count` to write its partial result. Then it sees all of them. The counter is zero
+// again afterwards.
+__device__ __forceinline__ bool arrives_last(int* arrived, int count) {
+    int lane = threadIdx.x % 32, before = 0;
+    __threadfence();
+    __syncwarp();
+    if (lane == 0) before = atomicAdd(arrived, 1);
+    bool is_last = __shfl_sync(~0u, before, 0) == count - 1;
+    if (is_last && lane == 0) *arrived = 0;
+    __threadfence();
+    return is_last;
+}

@@ -15,13 +15,16 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.torch.device import num_stages
-from engine.torch.kernels.quantized import NARROW, GroupedWeight
+from engine.torch.kernels.cuda.grouped import BLOCK_COLUMNS, TILE_ROWS
+from engine.torch.kernels.quantized import NARROW, PIECE, GroupedWeight
 from engine.torch.kernels.skinny import Fusion
 from engine.torch.kernels.triton.assembly import float_bits
 from engine.torch.kernels.triton.epilogue import finish, weight_rows
 
 # What `offset_values` adds to values of 4 and of 8 bits.
 _OFFSET_4, _OFFSET_8 = tl.constexpr(128.0), tl.constexpr(32768.0)
+_TILE_ROWS, _BLOCK_COLUMNS = tl.constexpr(TILE_ROWS), tl.constexpr(BLOCK_COLUMNS)
+_PIECE = tl.constexpr(PIECE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +37,41 @@ class GroupedConfig:
 
 
 @triton.jit
-def load_group_values(ptr, rows, group, COUNT: tl.constexpr):
-    """Loads scales or minima (ROWS, GROUPS) as float32. The result is 0 past the last group."""
-    places = ptr + rows.to(tl.int64)[:, None] * COUNT + group[None, :]
-    return tl.load(places, mask=(group < COUNT)[None, :], other=0.0).to(tl.float32)
+def load_group_values(
+    ptr, rows, run, COUNT: tl.constexpr, RUN: tl.constexpr, RUNS: tl.constexpr, TILED: tl.constexpr
+):
+    """Loads the scales or minima of runs (ROWS, number of runs) as float32. RUNS runs are a group.
+    The result is 0 past the last run.
+    """
+    row, group = rows.to(tl.int64)[:, None], (run // RUNS)[None, :]
+    if TILED:
+        GROUPS: tl.constexpr = _BLOCK_COLUMNS // (RUN * RUNS)  # of a row of a block
+        tile = row // _TILE_ROWS * (COUNT // RUNS * _TILE_ROWS)
+        place = tile + group // GROUPS * (_TILE_ROWS * GROUPS)
+        place += row % _TILE_ROWS * GROUPS + group % GROUPS
+    else:
+        place = row * (COUNT // RUNS) + group
+    return tl.load(ptr + place, mask=(run < COUNT)[None, :], other=0.0).to(tl.float32)
 
 
 @triton.jit
-def load_bytes(ptr, rows, group, COUNT: tl.constexpr, BYTES: tl.constexpr):
-    """Loads the bytes of quantized weights: (ROWS, GROUPS, BYTES)"""
-    byte = group[:, None] * BYTES + tl.arange(0, BYTES)[None, :]
-    places = ptr + rows.to(tl.int64)[:, None, None] * (COUNT * BYTES) + byte[None, :, :]
-    return tl.load(places, mask=(group < COUNT)[None, :, None], other=0)
+def load_bytes(
+    ptr, rows, run, COUNT: tl.constexpr, RUN: tl.constexpr, BITS: tl.constexpr, TILED: tl.constexpr
+):
+    """Loads the bytes of runs of quantized weights: (ROWS, number of runs, bytes of a run)"""
+    BYTES: tl.constexpr = RUN * BITS // 8
+    byte = run[:, None] * BYTES + tl.arange(0, BYTES)[None, :]
+    row = rows.to(tl.int64)[:, None, None]
+    if TILED:
+        ROW: tl.constexpr = _BLOCK_COLUMNS * BITS // 8  # bytes of a row of a block
+        key = row // 2 % 4 if BITS == 4 else row % 8
+        piece = ((byte // _PIECE % (ROW // _PIECE))[None, :, :] ^ key) * _PIECE
+        tile = row // _TILE_ROWS * (COUNT * BYTES * _TILE_ROWS)
+        place = tile + (byte // ROW * (ROW * _TILE_ROWS))[None, :, :] + row % _TILE_ROWS * ROW
+        place += piece + (byte % _PIECE)[None, :, :]
+    else:
+        place = row * (COUNT * BYTES) + byte[None, :, :]
+    return tl.load(ptr + place, mask=(run < COUNT)[None, :, None], other=0)
 
 
 @triton.jit
@@ -76,6 +102,8 @@ def _vector_kernel(
     GROUP: tl.constexpr,
     BITS: tl.constexpr,
     MINIMA: tl.constexpr,
+    RUNS: tl.constexpr,
+    TILED: tl.constexpr,
     ROWS: tl.constexpr,
     GROUPS: tl.constexpr,
     BIAS: tl.constexpr,
@@ -90,8 +118,8 @@ def _vector_kernel(
     squares = tl.zeros((GROUPS, BYTES), tl.float32)
     for start in range(0, COUNT, GROUPS):
         group = start + tl.arange(0, GROUPS)
-        packed = load_bytes(values_ptr, rows, group, COUNT, BYTES)
-        scale = load_group_values(scales_ptr, rows, group, COUNT)
+        packed = load_bytes(values_ptr, rows, group, COUNT, GROUP, BITS, TILED)
+        scale = load_group_values(scales_ptr, rows, group, COUNT, GROUP, RUNS, TILED)
         column = group[:, None] * GROUP + tl.arange(0, BYTES)[None, :]
         inside = (group < COUNT)[:, None]
         x, squared = _load_input(x_ptr, norm_ptr, column, inside, NORMS)
@@ -107,7 +135,10 @@ def _vector_kernel(
         sums = tl.sum(x, axis=1)[None, :]
         dots = tl.sum(terms, axis=2) - OFFSET * sums
         if MINIMA:
-            products += scale * dots + load_group_values(minima_ptr, rows, group, COUNT) * sums
+            products += (
+                scale * dots
+                + load_group_values(minima_ptr, rows, group, COUNT, GROUP, RUNS, TILED) * sums
+            )
         else:
             products += scale * (dots - 2.0 ** (BITS - 1) * sums)
     y = tl.sum(products, axis=1)
@@ -187,6 +218,8 @@ def _tile_kernel(
     GROUP: tl.constexpr,
     BITS: tl.constexpr,
     MINIMA: tl.constexpr,
+    RUNS: tl.constexpr,
+    TILED: tl.constexpr,
     ROWS: tl.constexpr,
     GROUPS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -205,11 +238,11 @@ def _tile_kernel(
     squares = tl.zeros((TOKENS,), tl.float32)
     for start in range(0, COUNT, GROUPS):
         group = start + tl.arange(0, GROUPS)
-        packed = load_bytes(values_ptr, rows, group, COUNT, BYTES)
-        scale = load_group_values(scales_ptr, rows, group, COUNT)
+        packed = load_bytes(values_ptr, rows, group, COUNT, GROUP, BITS, TILED)
+        scale = load_group_values(scales_ptr, rows, group, COUNT, GROUP, RUNS, TILED)
         minimum = scale
         if MINIMA:
-            minimum = load_group_values(minima_ptr, rows, group, COUNT)
+            minimum = load_group_values(minima_ptr, rows, group, COUNT, GROUP, RUNS, TILED)
         column = (start + place // BYTES) * GROUP + place % BYTES
         x, squared = _load_inputs(x_ptr, norm_ptr, token, column, num_tokens, x_stride, SIZE, NORMS)
         squares += squared
@@ -256,6 +289,8 @@ def _dequantize_kernel(
     GROUP: tl.constexpr,
     BITS: tl.constexpr,
     MINIMA: tl.constexpr,
+    RUNS: tl.constexpr,
+    TILED: tl.constexpr,
     GROUPS: tl.constexpr,
     CHOSEN: tl.constexpr,
 ):
@@ -265,11 +300,11 @@ def _dequantize_kernel(
     if CHOSEN:
         row = tl.load(rows_ptr + out_row)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-    packed = load_bytes(values_ptr, row, group, COUNT, BYTES)
-    scale = load_group_values(scales_ptr, row, group, COUNT)
+    packed = load_bytes(values_ptr, row, group, COUNT, GROUP, BITS, TILED)
+    scale = load_group_values(scales_ptr, row, group, COUNT, GROUP, RUNS, TILED)
     minimum = scale
     if MINIMA:
-        minimum = load_group_values(minima_ptr, row, group, COUNT)
+        minimum = load_group_values(minima_ptr, row, group, COUNT, GROUP, RUNS, TILED)
     column = group[:, None] * GROUP + tl.arange(0, BYTES)[None, :]
     places = out_ptr + out_row[:, None, None] * (COUNT * GROUP) + column[None, :, :]
     inside = (group < COUNT)[None, :, None]
@@ -297,12 +332,13 @@ def choose(num_tokens: int, outputs: int, group: int, is_float32: bool) -> Group
 
 def described(weight: GroupedWeight) -> dict[str, int | bool]:
     """The layout of a weight as arguments of a kernel."""
-    count = weight.scales.shape[1]
     return {
-        "COUNT": count,
-        "GROUP": weight.group,
+        "COUNT": weight.shape[1] // weight.run,
+        "GROUP": weight.run,
         "BITS": weight.bits,
         "MINIMA": weight.minima is not None,
+        "RUNS": weight.group // weight.run,
+        "TILED": weight.is_tiled,
     }
 
 
@@ -316,7 +352,7 @@ def grouped_linear(
     norm, eps, gate, residual = fusion
     num_tokens, rows = len(x), weight.shape[0]
     assert x.stride(1) == 1 and (residual is None or residual.is_contiguous())
-    chosen = config or choose(num_tokens, rows, weight.group, x.dtype == torch.float32)
+    chosen = config or choose(num_tokens, rows, weight.run, x.dtype == torch.float32)
     outputs = rows // 2 if gate else rows
     out = torch.empty((num_tokens, outputs), dtype=x.dtype, device=x.device)
     tensors = [x if each is None else each for each in (bias, norm, residual)]
@@ -346,8 +382,8 @@ def dequantize(weight: GroupedWeight, dtype: torch.dtype, rows: Tensor | None = 
     outputs, size = weight.shape
     count = outputs if rows is None else len(rows)
     out = torch.empty((count, size), dtype=dtype, device=weight.values.device)
-    groups = 1024 // weight.group
-    _dequantize_kernel[(count, triton.cdiv(size // weight.group, groups))](
+    groups = 1024 // weight.run
+    _dequantize_kernel[(count, triton.cdiv(size // weight.run, groups))](
         weight.values,
         weight.scales,
         weight.scales if weight.minima is None else weight.minima,

@@ -58,6 +58,8 @@ def _expert_kernel(
     GROUP: tl.constexpr,
     BITS: tl.constexpr,
     MINIMA: tl.constexpr,
+    RUNS: tl.constexpr,
+    TILED: tl.constexpr,
     ROWS: tl.constexpr,
     GROUPS: tl.constexpr,
     PAIRS: tl.constexpr,
@@ -80,11 +82,11 @@ def _expert_kernel(
     y = tl.zeros((ROWS, PAIRS), tl.float32)
     for start in range(0, COUNT, GROUPS):
         group = start + tl.arange(0, GROUPS)
-        packed = load_bytes(values_ptr, own_rows, group, COUNT, BYTES)
-        scale = load_group_values(scales_ptr, own_rows, group, COUNT)
+        packed = load_bytes(values_ptr, own_rows, group, COUNT, GROUP, BITS, TILED)
+        scale = load_group_values(scales_ptr, own_rows, group, COUNT, GROUP, RUNS, TILED)
         minimum = scale
         if MINIMA:
-            minimum = load_group_values(minima_ptr, own_rows, group, COUNT)
+            minimum = load_group_values(minima_ptr, own_rows, group, COUNT, GROUP, RUNS, TILED)
         column = (start + place // BYTES) * GROUP + place % BYTES
         x = _load_inputs(inputs_ptr, column, known, SIZE)
         weight = dequantized(packed, scale, minimum, BITS, MINIMA, False)
@@ -136,7 +138,7 @@ def grouped_experts_mlp(
             OUTPUTS=outputs,
             **described(weight),
             ROWS=_ROWS,
-            GROUPS=_COLUMNS // weight.group,
+            GROUPS=_COLUMNS // weight.run,
             PAIRS=pairs,
             BIAS=bias is not None,
             GATE=gate,
