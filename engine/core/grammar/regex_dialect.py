@@ -2,13 +2,15 @@ r"""Translates clients' regular expressions to the syntax of llguidance.
 
 A pattern is parsed in linear time, without Python's `re`. ECMAScript and Python disagree on some
 character sets, such as `\w`, `\s` and `.`. Such a set is replaced by the characters that belong to
-it in both dialects, so that the output matches the client's pattern in both. Lookaround,
-backreferences and flags are refused.
+it in both dialects, so that the output matches the client's pattern in both. Properties of
+characters, such as `\p{L}`, are those of ECMAScript's Unicode patterns. Lookaround, backreferences
+and flags are refused.
 """
 
 MAX_NESTING = 100
 MAX_REPEAT = 100_000
 MAX_BOUNDS_CHARS = 64  # max length of {n,m}, counting the braces
+MAX_PROPERTY_CHARS = 64  # max length of the name in \p{name}
 
 # Name of a set, such as d for \d -> two bodies of a character class. The first body has the
 # characters that belong to the set in all dialects. The second has those that belong to it in at
@@ -24,10 +26,32 @@ _SETS = {
     "s": (_SPACES, _MAYBE_SPACES),
     "S": (f"[^{_MAYBE_SPACES}]", f"[^{_SPACES}]"),
 }
+# The general categories of Unicode that \p{name} takes, and their long names. A surrogate (Cs) is
+# no character of a text.
+_CATEGORIES = {
+    **{"L": "Letter", "LC": "Cased_Letter", "Lu": "Uppercase_Letter", "Ll": "Lowercase_Letter"},
+    **{"Lt": "Titlecase_Letter", "Lm": "Modifier_Letter", "Lo": "Other_Letter"},
+    **{"M": "Mark", "Mn": "Nonspacing_Mark", "Mc": "Spacing_Mark", "Me": "Enclosing_Mark"},
+    **{"N": "Number", "Nd": "Decimal_Number", "Nl": "Letter_Number", "No": "Other_Number"},
+    **{"P": "Punctuation", "Pc": "Connector_Punctuation", "Pd": "Dash_Punctuation"},
+    **{"Ps": "Open_Punctuation", "Pe": "Close_Punctuation", "Pi": "Initial_Punctuation"},
+    **{"Pf": "Final_Punctuation", "Po": "Other_Punctuation"},
+    **{"S": "Symbol", "Sm": "Math_Symbol", "Sc": "Currency_Symbol", "Sk": "Modifier_Symbol"},
+    **{"So": "Other_Symbol", "Z": "Separator", "Zs": "Space_Separator", "Zl": "Line_Separator"},
+    **{"Zp": "Paragraph_Separator", "C": "Other", "Cc": "Control", "Cf": "Format"},
+    **{"Co": "Private_Use", "Cn": "Unassigned"},
+}
+_PROPERTIES = frozenset(
+    {*_CATEGORIES, *_CATEGORIES.values(), "Any", "ASCII", "Alphabetic", "Lowercase", "Uppercase"}
+    | {"White_Space", "ID_Start", "ID_Continue", "Emoji", "Ideographic"}
+)
+_CATEGORY_KEYS = ("gc=", "General_Category=")
+_SCRIPT_KEYS = ("sc=", "Script=", "scx=", "Script_Extensions=")
 _CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v"}
 _NOT_LINE_ENDS = r"\n\r\x{2028}\x{2029}"
 # Characters that JSON can only write as \uXXXX, and DEL. The output grammars admit none of them.
 UNWRITABLE = r"\x00-\x07\x0B\x0E-\x1F\x7F"
+_ANY_CHAR = f"[^{UNWRITABLE}]"
 _HEX = frozenset("0123456789abcdefABCDEF")
 _DIGITS = frozenset("0123456789")
 
@@ -50,15 +74,40 @@ def translate(pattern: str, *, in_json: bool) -> str:
     return _Translation(pattern, in_json).run()
 
 
-def admits_long_text(expression: str) -> bool:
-    """Whether a translated expression is known to match arbitrarily long texts. False if that is
-    not certain.
+def any_text(least: int, most: int | None) -> str:
+    """An expression for all JSON strings of these lengths."""
+    return f"^{_ANY_CHAR}{{{least},{'' if most is None else most}}}$"
+
+
+def admits_many_texts(expression: str) -> bool:
+    """Whether a translated expression is known to match more texts than a schema can list. False if
+    that is not certain.
     """
+    if expression.startswith(f"^{_ANY_CHAR}{{") and expression != any_text(0, 0):
+        return True
     # After this replacement, each "^" is an anchor. Literal characters such as "^" and "*" don't
     # occur, because they are written as hexadecimal escapes.
     bare = expression.replace("[^", "[")
     is_repeating = any(sign in bare for sign in ("*", "+", ",}"))
     return is_repeating or "^" not in bare or "$" not in bare
+
+
+def _property(spelled: str) -> str:
+    """The property of characters that a client wrote in the braces after p, in llguidance's
+    syntax.
+    """
+    for key in _CATEGORY_KEYS:
+        if spelled.startswith(key) and spelled.removeprefix(key) in _PROPERTIES:
+            return spelled.removeprefix(key)
+    for key in _SCRIPT_KEYS:
+        if spelled.startswith(key) and spelled.removeprefix(key).replace("_", "").isalpha():
+            return spelled
+    if spelled not in _PROPERTIES:
+        raise RegexError(
+            f"'\\p{{{spelled}}}' is not supported; write a general category such as L or Nd, or a "
+            "script, as in \\p{Script=Greek}"
+        )
+    return spelled
 
 
 class _Translation:
@@ -106,8 +155,8 @@ class _Translation:
             return self._bracket()
         if char == "\\":
             name = self._take()
-            if name in _SETS:
-                return self._class(negated=False, body=_SETS[name][0])
+            if (found := self._set(name, negated=False)) is not None:
+                return self._class(negated=False, body=found)
             char = self._escaped(name, in_class=False)
         if self._in_json and (char < " " or char == "\x7f"):
             return self._class(negated=False, body=literal(char))
@@ -185,9 +234,23 @@ class _Translation:
         if char != "\\":
             return char
         name = self._take()
+        found = self._set(name, negated)
+        return found if found is not None else self._escaped(name, in_class=True)
+
+    def _set(self, name: str, negated: bool) -> str | None:
+        """The class body of the set whose escape begins with `name`. None if the escape is that of
+        one character.
+        """
         if name in _SETS:
             return _SETS[name][negated]
-        return self._escaped(name, in_class=True)
+        if name not in ("p", "P"):
+            return None
+        end = self._pattern.find("}", self._at, self._at + MAX_PROPERTY_CHARS)
+        if self._peek() != "{" or end < 0:
+            raise RegexError(f"write a property of characters as \\{name}{{L}}")
+        spelled = self._pattern[self._at + 1 : end]
+        self._at = end + 1
+        return f"\\{name}{{{_property(spelled)}}}"
 
     def _escaped(self, name: str, in_class: bool) -> str:
         if name in _CONTROLS:

@@ -5,7 +5,7 @@ refused: it would change the base of references, and validators differ in how th
 """
 
 from collections.abc import Callable
-from enum import Enum, auto
+from enum import IntEnum, auto
 from typing import NoReturn, TypeAlias
 from urllib.parse import unquote
 
@@ -14,7 +14,7 @@ from urllib.parse import unquote
 Fail: TypeAlias = Callable[[str, str], NoReturn]
 
 
-class SchemaVersion(Enum):
+class SchemaVersion(IntEnum):
     D4 = auto()
     D6 = auto()
     D7 = auto()
@@ -29,6 +29,18 @@ _DRAFTS = {
     "json-schema.org/draft/2019-09/schema": SchemaVersion.D2019,
     "json-schema.org/draft/2020-12/schema": SchemaVersion.D2020,
 }
+
+
+# Keywords whose values are objects of schemas, and keywords whose values are schemas or lists of
+# schemas. Anchors are only found there.
+_SCHEMA_MAPS = frozenset(
+    {"$defs", "definitions", "properties", "patternProperties", "dependentSchemas", "dependencies"}
+)
+_SCHEMA_PARTS = frozenset(
+    {"allOf", "anyOf", "oneOf", "not", "if", "then", "else", "prefixItems", "items", "contains"}
+    | {"additionalItems", "additionalProperties", "propertyNames"}
+    | {"unevaluatedItems", "unevaluatedProperties"}
+)
 
 
 def draft_of(document: object, param: str, fail: Fail) -> SchemaVersion:
@@ -52,6 +64,7 @@ class Resolver:
         self._fail = fail
         self._id_keyword = "id" if draft is SchemaVersion.D4 else "$id"
         own = document.get(self._id_keyword, "") if isinstance(document, dict) else ""
+        self._anchors: dict[str, list[tuple[tuple[str, ...], object]]] | None = None
         self._own_address = own.removesuffix("#") if isinstance(own, str) else ""
 
     def check_identifier(self, schema: dict[str, object], path: str) -> None:
@@ -64,12 +77,14 @@ class Resolver:
             self._fail(path, "'$ref' must be a string")
         address, _, fragment = reference.partition("#")
         fragment = unquote(fragment)
-        if address not in ("", self._own_address) or fragment[:1] not in ("", "/"):
+        if address not in ("", self._own_address):
             self._fail(
                 path,
-                "keyword '$ref' is only supported with a path in the same schema, as in "
+                "keyword '$ref' is only supported with a place in the same schema, as in "
                 '"#/$defs/name"',
             )
+        if fragment[:1] not in ("", "/"):
+            return self._anchored(fragment, reference, path)
         place = tuple(
             part.replace("~1", "/").replace("~0", "~") for part in fragment.split("/")[1:]
         )
@@ -84,6 +99,38 @@ class Resolver:
             if isinstance(found, dict) and self._moves_base(found):
                 self._fail(path, "'$ref' leads through a schema with an address of its own")
         return place, found
+
+    def _anchored(self, name: str, reference: str, path: str) -> tuple[tuple[str, ...], object]:
+        """The schema with this anchor, and its path."""
+        if self._anchors is None:
+            self._anchors = {}
+            self._find_anchors(self._anchors)
+        places = self._anchors.get(name, [])
+        if len(places) != 1:
+            found = "nothing" if not places else "several schemas"
+            self._fail(path, f"'$ref' points at {found}: {reference}")
+        return places[0]
+
+    def _find_anchors(self, found: dict[str, list[tuple[tuple[str, ...], object]]]) -> None:
+        """Find the schemas with anchors, in all places that can have schemas."""
+        pending: list[tuple[tuple[str, ...], object]] = [((), self._document)]
+        while pending:
+            place, schema = pending.pop()
+            if not isinstance(schema, dict) or (place and self._moves_base(schema)):
+                continue
+            names = [schema.get("$anchor"), schema.get("$dynamicAnchor")]
+            identifier = schema.get(self._id_keyword)
+            if isinstance(identifier, str) and identifier.startswith("#"):  # of older drafts
+                names.append(identifier[1:])
+            for name in {name for name in names if isinstance(name, str)}:
+                found.setdefault(name, []).append((place, schema))
+            for keyword, value in schema.items():
+                if keyword in _SCHEMA_MAPS and isinstance(value, dict):
+                    pending += [((*place, keyword, key), part) for key, part in value.items()]
+                elif keyword in _SCHEMA_PARTS and isinstance(value, list):
+                    pending += [((*place, keyword, str(i)), part) for i, part in enumerate(value)]
+                elif keyword in _SCHEMA_PARTS:
+                    pending.append(((*place, keyword), value))
 
     def _moves_base(self, schema: dict[str, object]) -> bool:
         own = schema.get(self._id_keyword)

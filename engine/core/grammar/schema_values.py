@@ -204,41 +204,22 @@ ANNOTATIONS = frozenset(
     | {"markdownEnumDescriptions", "meta:enum", "propertyOrdering", "tsType"}
 )
 ANNOTATION_PREFIXES = ("x-", "x_", "_")
+
+
+def is_annotation(keyword: str) -> bool:
+    return keyword in ANNOTATIONS or keyword.startswith(ANNOTATION_PREFIXES)
+
+
 # Schema keywords that we can't enforce -> advice for the client.
 REFUSED = {
-    "not": "describe what is allowed",
-    "if": "use anyOf with one branch for each case",
-    "then": "use anyOf with one branch for each case",
-    "else": "use anyOf with one branch for each case",
-    "dependencies": "use anyOf with one branch for each case",
-    "dependentRequired": "use anyOf with one branch for each case",
-    "dependentSchemas": "use anyOf with one branch for each case",
-    "propertyNames": "use patternProperties with additionalProperties: false",
-    "uniqueItems": "leave it out and check the answer",
-    "contains": "leave it out and check the answer",
-    "minContains": "leave it out and check the answer",
-    "maxContains": "leave it out and check the answer",
-    "unevaluatedItems": "list the items with prefixItems and items",
-    "unevaluatedProperties": "list all properties, and set additionalProperties: false there",
-    "$dynamicRef": "use $ref",
-    "$recursiveRef": "use $ref",
     "extends": "use allOf",
-    "disallow": "describe what is allowed",
+    "disallow": "use not",
     "divisibleBy": "use multipleOf",
     "nullable": 'use a list of types, as in "type": ["string", "null"]',
 }
 # Keyword in `REFUSED` -> its values, as JSON, that don't constrain anything. With these values the
 # keyword is accepted.
-WITHOUT_EFFECT = {
-    "uniqueItems": ("false",),
-    "dependencies": ("{}",),
-    "dependentRequired": ("{}",),
-    "dependentSchemas": ("{}",),
-    "propertyNames": ("true", "{}"),
-    "unevaluatedItems": ("true", "{}"),
-    "unevaluatedProperties": ("true", "{}"),
-    "nullable": ("false",),
-}
+WITHOUT_EFFECT = {"nullable": ("false",)}
 
 
 _LABEL = "[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"

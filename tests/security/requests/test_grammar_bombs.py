@@ -85,6 +85,28 @@ SCHEMA_BOMBS = {
             | {"200": {}},
         }
     ),
+    "conditions in conditions": nested('{"if":', '{"const":1}', ',"then":{"const":2}}', 80),
+    "exclusions of exclusions": nested('{"not":{"oneOf":[', '{"const":1}', ",{}]}}", 40),
+    "items in items": nested('{"contains":', '{"const":1}', ',"maxContains":2}', 90),
+    "items in items in an enum": nested(
+        '{"contains":', json.dumps({"enum": list(range(9_000))}), ',"maxContains":3}', 9
+    ),
+    "permutations": json.dumps(
+        [{"items": {"enum": ["x" * 2_000 + str(n) for n in range(5)]}, "uniqueItems": True}] * 4
+    ).replace("[{", '{"allOf":[{', 1) + "}",
+    "numbers": '{"uniqueItems":true,"items":{"type":"integer","minimum":0,"maximum":9e15}}',
+    "dependent names": json.dumps({"dependentRequired": {f"p{n}": ["a"] for n in range(3_000)}}),
+    "excluded strings": json.dumps({"not": {"enum": [f"w{n}" * 9 for n in range(1_500)]}}),
+    "many unevaluated": json.dumps(
+        {
+            "allOf": [{"anyOf": [{"properties": {"a": {}}}, {}]}] * 900,
+            "unevaluatedProperties": False,
+        }
+    ),
+    "unevaluated in itself": '{"unevaluatedProperties":{"$ref":"#"},"anyOf":[{"$ref":"#"},{}]}',
+    "anchors": json.dumps({"$ref": "#a", "allOf": [{"$anchor": "a"}] * 2_000}),
+    "names of names": '{"propertyNames":{"$ref":"#/propertyNames"}}',
+    "few of few": '{"items":{"$ref":"#/items"},"uniqueItems":true}',
     "null characters": '{"const": "' + "\\u0000" * 9_000 + '"}',
 }  # fmt: skip
 GRAMMAR_BOMBS = {

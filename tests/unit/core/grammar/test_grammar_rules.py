@@ -7,7 +7,7 @@ import pytest
 
 from engine.core.errors import InvalidRequestError
 from engine.core.grammar.child import byte_tokenizer, problem_of
-from engine.core.grammar.schema_rules import compile_schema
+from engine.core.grammar.schema_rules import compile_schema, unchecked_keywords
 from engine.core.grammar.schema_values import ANNOTATIONS, REFUSED, WITHOUT_EFFECT
 from engine.core.grammar.spec import grammar_text
 from engine.core.interfaces.backend import GrammarSpec
@@ -115,6 +115,104 @@ def test_supported_schema_keywords_are_enforced(
         assert "Unsatisfiable" in (problem_of(grammar, byte_tokenizer()) or "")
 
 
+OBJECT = {"type": "object"}
+ONE_TO_THREE = {"type": "integer", "minimum": 1, "maximum": 3}
+HAS_KIND = {"properties": {"kind": {"const": "x"}}, "required": ["kind"]}
+NAMED = {"type": "object", "properties": {"a": STRING}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "valid", "invalid"),
+    [
+        ({"type": ["string", "null"], "not": {"type": "null"}}, ['"a"'], ["null"]),
+        (STRING | {"not": {"enum": ["ab", "a", "é"]}}, ['""', '"b"', '"abc"'], ['"a"', '"é"']),
+        ({"type": "integer", "not": {"const": 3}}, ["2", "4", "-3"], ["3"]),
+        ({"type": "integer", "not": {"minimum": 3}}, ["2"], ["3"]),
+        ({"$schema": DRAFT4, "type": "integer", "not": {"minimum": 3, "exclusiveMinimum": True}},
+         ["3"], ["4"]),
+        ({"$schema": DRAFT7, "not": {"$ref": "#/definitions/a", "type": "null"},
+          "definitions": {"a": {"type": "array"}}}, ["1", "{}"], ["null", "[]"][1:]),
+        (STRING | {"not": {"minLength": 2}}, ['"a"'], ['"ab"']),
+        (OBJECT | {"not": {"required": ["a"]}}, ["{}", '{"b": 1}'], ['{"a": 1}']),
+        ({"type": "array", "not": {"items": STRING}}, ['[1]', '["a", 1]'], ["[]", '["a"]']),
+        ({"type": "array", "not": {"contains": STRING}}, ["[]", "[1]"], ['["a"]', '[1, "a"]']),
+        ({"not": {"anyOf": [{"type": "array"}, {"not": STRING}]}}, ['"a"'], ["[]", "1"]),
+        ({"type": "boolean", "not": {"oneOf": [{"const": True}, {}]}}, ["true"], ["false"]),
+        ({"not": {"const": {"a": [1]}}, "type": "object", "required": ["a"]},
+         ['{"a": [1, 2]}', '{"a": 1}'], ['{"a": [1]}', "{}"]),
+        ({"not": {"$ref": "#/$defs/list"}, "type": ["object", "null"],
+          "$defs": {"list": {"anyOf": [{"type": "null"}, {
+              "type": "object", "properties": {"next": {"$ref": "#/$defs/list"}}}]}}},
+         ['{"next": 1}', '{"next": {"next": 1}}'], ["null", '{"next": {"next": null}}']),
+        ({"type": "object", "if": HAS_KIND, "then": {"required": ["x"]},
+          "else": {"required": ["y"]}, "properties": {"kind": STRING}},
+         ['{"kind": "x", "x": 1}', '{"kind": "z", "y": 1}', '{"y": 1}'],
+         ['{"kind": "x"}', '{"kind": "x", "y": 1}', '{"kind": "z", "x": 1}']),
+        ({"type": "object", "dependentRequired": {"a": ["b"]}},
+         ["{}", '{"b": 1}', '{"a": 1, "b": 2}'], ['{"a": 1}']),
+        ({"type": "object", "dependentSchemas": {"a": {"properties": {"b": STRING}}}},
+         ['{"b": 1}', '{"a": 1, "b": "x"}'], ['{"a": 1, "b": 1}']),
+        ({"$schema": DRAFT7, "type": "object", "dependencies": {"a": ["b"], "c": False}},
+         ["{}", '{"a": 1, "b": 2}'], ['{"a": 1}', '{"c": 1}']),
+        ({"type": "array", "contains": STRING}, ['["a"]', '[1, "a", 2]'], ["[]", "[1]"]),
+        ({"type": "array", "contains": STRING, "minContains": 2, "maxContains": 3},
+         ['["a", 1, "b"]', '["a", "b", "c"]'], ['["a"]', '["a", "b", "c", "d"]']),
+        ({"type": "array", "contains": STRING, "minContains": 0}, ["[]", "[1]"], ["1"]),
+        ({"contains": STRING}, ["1", '"a"', '["a"]'], ["[]"]),
+        ({"type": "array", "items": {"enum": ["a", "b", "c"]}, "uniqueItems": True},
+         ["[]", '["c", "a", "b"]'], ['["a", "a"]', '["a", "b", "a"]']),
+        ({"type": "array", "items": ONE_TO_THREE, "uniqueItems": True, "minItems": 2},
+         ["[3, 1]"], ["[1]", "[1, 1]"]),
+        ({"type": "object", "propertyNames": {"enum": ["a", "b"]}},
+         ["{}", '{"b": 1}'], ['{"c": 1}', '{"a": 1, "c": 2}']),
+        ({"type": "object", "propertyNames": {"pattern": "^[a-c]{1,2}$"},
+          "additionalProperties": {"type": "integer"}},
+         ["{}", '{"ab": 1}'], ['{"abc": 1}', '{"a": "x"}']),
+        ({"type": "object", "propertyNames": {"maxLength": 2}, "properties": {"ab": STRING}},
+         ['{"ab": "x", "c": 1}'], ['{"ab": 1}', '{"abc": 1}']),
+        ({"type": "object", "propertyNames": False}, ["{}"], ['{"a": 1}']),
+        ({"allOf": [NAMED], "unevaluatedProperties": False}, ['{"a": ""}'], ['{"a": "", "b": 1}']),
+        ({"anyOf": [NAMED, {"type": "object", "properties": {"b": STRING}, "required": ["b"]}],
+          "unevaluatedProperties": {"type": "null"}},
+         ['{"a": ""}', '{"b": ""}', '{"a": "", "b": ""}', '{"a": "", "c": null}'],
+         ['{"c": null}', '{"a": "", "c": 1}']),
+        ({"allOf": [{"prefixItems": [STRING]}], "type": "array", "unevaluatedItems": False},
+         ["[]", '["a"]'], ['["a", 1]']),
+        ({"$ref": "#name", "$defs": {"a": STRING | {"$anchor": "name"}}}, ['"a"'], ["1"]),
+        ({"$schema": DRAFT7, "$ref": "#n", "definitions": {"a": STRING | {"$id": "#n"}}},
+         ['"a"'], ["1"]),
+        ({"$dynamicRef": "#n", "$defs": {"a": STRING | {"$dynamicAnchor": "n"}}}, ['"a"'], ["1"]),
+        (STRING | {"pattern": r"^\p{Lu}[^\p{L}\p{Script=Greek}]$"}, ['"É1"'], ['"é1"', '"Éa"']),
+    ],
+)  # fmt: skip
+def test_conditions_are_enforced(schema: Any, valid: list[str], invalid: list[str]) -> None:
+    for text in valid:
+        assert accepts(schema, text), text
+    for text in invalid:
+        assert not accepts(schema, text), text
+
+
+@pytest.mark.parametrize(
+    ("items", "is_checked"),
+    [
+        (STRING, False),
+        ({"$ref": "#/$defs/few"}, True),
+        ({"enum": list("abcdefgh")}, False),
+        ({"type": "boolean"}, True),
+        ({"type": "integer", "minimum": 0}, False),
+    ],
+)
+def test_uniqueness_that_no_grammar_can_enforce_is_reported(items: Any, is_checked: bool) -> None:
+    """As for pydantic's `set[str]`, which is no reason to refuse a schema."""
+    schema = {
+        "properties": {"tags": {"type": "array", "items": items, "uniqueItems": True}},
+        "$defs": {"few": {"enum": ["a", "b", "a"]}},
+    }
+    place = "schema.properties.tags.uniqueItems"
+    assert unchecked_keywords(schema, "schema") == ([] if is_checked else [place])
+    assert accepts(schema, '{"tags": []}')
+
+
 @pytest.mark.parametrize(
     ("name", "valid", "invalid"),
     [
@@ -162,8 +260,8 @@ def test_unsupported_string_formats_are_refused(name: str) -> None:
         ({"const": 0.30000000000000004}, "schema.const: numbers are only supported with up to"),
         ({"minLength": -1}, "schema: 'minLength' must be a whole number"),
         ({"pattern": "(?=a)"}, "schema: the pattern cannot be honoured: lookaround"),
-        ({"$ref": "other.json"}, "schema: keyword '$ref' is only supported with a path in"),
-        ({"$ref": "#name"}, "schema: keyword '$ref' is only supported with a path in"),
+        ({"$ref": "other.json"}, "schema: keyword '$ref' is only supported with a place in"),
+        ({"$ref": "#name"}, "schema: '$ref' points at nothing: #name"),
         ({"$ref": "#/$defs/a"}, "schema: '$ref' points at nothing: #/$defs/a"),
         ({"items": {"$id": "http://a.b/c"}}, "schema.items: keyword '$id' is only supported at"),
         ({"$schema": "http://a.b/c"}, "schema: '$schema' must name draft 4, 6, 7, 2019-09"),
@@ -174,7 +272,22 @@ def test_unsupported_string_formats_are_refused(name: str) -> None:
         ({"properties": {"a": {}}, "patternProperties": {"^a$": {}}},
          "schema.patternProperties: keyword 'patternProperties' is not supported with a pattern"),
         ({"oneOf": [{"minimum": 1}, {"maximum": 2}]}, "schema: keyword 'oneOf' is not supported"),
-        ({"$defs": {"a": {"not": {}}}, "$ref": "#/$defs/a"}, "schema.$defs.a: keyword 'not' is"),
+        ({"$defs": {"a": {"not": {}}}, "$ref": "#/$defs/a"}, "schema: no finite JSON value"),
+        ({"not": {"$ref": "#"}}, "schema: a '$ref' leads back to itself"),
+        ({"$defs": {"a": {"$anchor": "x"}, "b": {"$anchor": "x"}}, "$ref": "#x"},
+         "schema: '$ref' points at several schemas: #x"),
+        ({"items": {"not": {"pattern": "a"}}}, "schema.items.not: keyword 'pattern' is not"),
+        ({"if": {"multipleOf": 2}, "then": STRING}, "schema.if: keyword 'multipleOf' is not"),
+        ({"$schema": DRAFT4, "not": {"const": 1}}, "schema.not: keyword 'const' is not in the d"),
+        ({"not": {"const": "x" * 5000}}, "schema.not.const: its strings are too long"),
+        ({"contains": {}, "minContains": 17}, "schema: keyword 'minContains' is only supported"),
+        ({"propertyNames": {"anyOf": [STRING]}}, "schema.propertyNames: keyword 'anyOf' is not"),
+        ({"propertyNames": {"pattern": "^a", "maxLength": 3}},
+         "schema.propertyNames: keyword 'propertyNames' is only supported with one pattern"),
+        ({"properties": {"a": {}}, "propertyNames": {"pattern": "^[a-z]$"}},
+         "schema.propertyNames: keyword 'propertyNames' is not supported with a pattern that"),
+        ({"uniqueItems": 2}, "schema: 'uniqueItems' must be true or false"),
+        ({"dependentRequired": {"a": "b"}}, "schema.dependentRequired.a: 'required' must be"),
         ({"properties": [1]}, "schema: 'properties' must be an object of schemas"),
         ({"items": 3}, "schema.items: a schema must be an object or a boolean"),
         ({"const": "\ud800"}, "schema: the schema has half of a surrogate pair"),

@@ -46,6 +46,9 @@ def refusal(kind: str, source: str) -> str:
         (r"\x41\u00e9\.\/\{", ["Aé./{"], ["Aé-/{"]),
         (r"a{x}", ["a{x}"], ["ax"]),
         (r"[&&\[~~\-]+", ["&[~-"], ["a"]),
+        (r"\p{L}\P{L}", ["é1", "λ-"], ["1é", "éé"]),
+        (r"[^\p{Lu}\d]\p{General_Category=Decimal_Number}", ["a1", "é٣"], ["A1", "aa"]),
+        (r"\p{Script=Greek}+", ["αβ"], ["ab"]),
     ],
 )
 def test_regex_grammars_accept_and_reject(
@@ -59,7 +62,8 @@ def test_regex_grammars_accept_and_reject(
     "pattern",
     [
         *("(", ")", "a)", "[a", "[]", "[z-a]", r"[\w-x]", "*", "^*", "a**", "a{2}{3}", "(*a)"),
-        *("(?=a)", "(?i)a", "(?P<n>a)", r"(a)\1", r"a\b", r"\p{L}", r"\cA", "\\", r"\x4", "a{,3}"),
+        *("(?=a)", "(?i)a", "(?P<n>a)", r"(a)\1", r"a\b", r"\cA", "\\", r"\x4", "a{,3}"),
+        *(r"\pL", r"\p{Foo}", r"\p{Cs}", r"\p{L", r"\p{gc=Greek}", r"[\p{L}-z]"),
         *("a{3,2}", f"a{{{MAX_REPEAT + 1}}}", r"\ud83d\ude00"),
     ],
 )
