@@ -42,7 +42,7 @@ CLOSERS = (b"]", b"}", b'"')
 # A refusal names the schema's path, then the keyword or what is wrong with it.
 REFUSAL = re.compile(
     r"schema(\.[^:]*)*: (keyword '|'|format \"|the pattern |no finite JSON value |a '\$ref' |"
-    r"numbers are only |it admits no value |it is \d+ bytes long)"
+    r"the conditions on |numbers are only |it admits no value |it is \d+ bytes long)"
 )
 # Small, so that walks often spell declared names, enumerated values and bounds.
 ALPHABET = [char.encode() for char in 'ab{}[]":,0123459.-truefalsnl é']

@@ -6,7 +6,7 @@ says true only if it found a proof, so it may say false about schemas that are d
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 Schema = dict[str, Any] | bool
@@ -17,6 +17,7 @@ REF_PREFIX = "#/$defs/"
 # exponential time.
 MAX_PROOF_STEPS = 50_000
 MAX_PROOF_DEPTH = 50
+MANY_CASES = 10**9  # numbers of cases are not counted further
 
 # Keywords that contain schemas. Their values are objects of schemas (MAP), lists of schemas (LIST)
 # or single schemas (PART).
@@ -101,6 +102,29 @@ def same_value_key(value: Any) -> str:
         items = sorted((json.dumps(key), same_value_key(item)) for key, item in value.items())
         return "{" + ",".join(f"{key}:{item}" for key, item in items) + "}"
     return json.dumps(value)
+
+
+def most_cases(schemas: Iterable[Schema]) -> int:
+    """The largest number of combinations of branches that apply to one value, in schemas or their
+    parts. A reference counts as one branch.
+    """
+    largest = 1
+
+    def num_cases(schema: Schema) -> int:
+        nonlocal largest
+        if isinstance(schema, bool):
+            return 1
+        number = sum(num_cases(part) for part in schema.get("anyOf", (True,)))
+        for part in schema.get("allOf", ()):
+            number = min(number * num_cases(part), MANY_CASES)
+        largest = max(largest, number)
+        inner = {keyword: schema[keyword] for keyword in schema.keys() - {"allOf", "anyOf"}}
+        with_parts(inner, lambda part: num_cases(part) > 0)
+        return number
+
+    for schema in schemas:
+        num_cases(schema)
+    return largest
 
 
 class Satisfiable:

@@ -26,6 +26,7 @@ from engine.core.grammar.schema_logic import (
     Satisfiable,
     Schema,
     has_loop,
+    most_cases,
     references,
     types_of,
 )
@@ -42,6 +43,8 @@ from engine.core.grammar.schema_values import (
 
 MAX_NESTING = 100
 MAX_DEFINITIONS = 1_000
+# Max number of combinations of branches of one value, in schemas with conditions.
+MAX_COMBINATIONS = 512
 # Max work of rewriting a document. The largest document without conditions takes about half of it.
 # Conditions rewrite parts of a document several times.
 MAX_WORK = 600_000
@@ -93,6 +96,7 @@ class _Rewriting:
         # disjoint.
         self._exclusive: list[tuple[dict[str, Any], str]] = []
         self._work_left = MAX_WORK
+        self._has_conditions = False
         self.unchecked: set[str] = set()
 
     def run(self) -> dict[str, Any]:
@@ -112,11 +116,21 @@ class _Rewriting:
         if not satisfiable.admits(root):
             self.fail(self._param, "no finite JSON value matches this schema")
         root = satisfiable.prune(root)
+        if self._has_conditions:
+            self._check_cases([root, *self._definitions.values()])
         used = self._used_definitions(root, satisfiable)
         result = {} if isinstance(root, bool) else dict(root)
         if used:
             result["$defs"] = used
         return {"x-guidance": JSON_STYLE, **result}
+
+    def _check_cases(self, schemas: list[Schema]) -> None:
+        if most_cases(schemas) > MAX_COMBINATIONS:
+            self.fail(
+                self._param,
+                f"the conditions on one value have over {MAX_COMBINATIONS} combinations; write "
+                "fewer, or use anyOf with one branch for each case",
+            )
 
     def _used_definitions(self, root: Schema, satisfiable: Satisfiable) -> dict[str, Schema]:
         used: dict[str, Schema] = {}
@@ -218,6 +232,7 @@ class _Rewriting:
         """Add what a condition demands of the value."""
         if rule is True:
             return
+        self._has_conditions = True
         if not isinstance(rule, dict) or rule.keys() != {*CLOSING}:
             node.demand(rule)
             return

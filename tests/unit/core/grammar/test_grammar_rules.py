@@ -286,6 +286,8 @@ def test_unsupported_string_formats_are_refused(name: str) -> None:
          "schema.propertyNames: keyword 'propertyNames' is only supported with one pattern"),
         ({"properties": {"a": {}}, "propertyNames": {"pattern": "^[a-z]$"}},
          "schema.propertyNames: keyword 'propertyNames' is not supported with a pattern that"),
+        ({"dependentRequired": {f"a{n}": ["b"] for n in range(10)}},
+         "schema: the conditions on one value have over 512 combinations"),
         ({"uniqueItems": 2}, "schema: 'uniqueItems' must be true or false"),
         ({"dependentRequired": {"a": "b"}}, "schema.dependentRequired.a: 'required' must be"),
         ({"properties": [1]}, "schema: 'properties' must be an object of schemas"),
