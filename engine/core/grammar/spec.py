@@ -12,10 +12,11 @@ from typing import Any, NoReturn
 from engine.core.errors import InvalidRequestError
 from engine.core.grammar.gbnf import GbnfError, gbnf_to_lark, is_gbnf
 from engine.core.grammar.regex_dialect import RegexError, literal, translate
-from engine.core.grammar.schema_rules import compile_schema
+from engine.core.grammar.schema_rules import compile_schema, unchecked_keywords
 from engine.core.interfaces.backend import GrammarSpec
 
 MAX_SOURCE_BYTES = 64 * 1024
+UNCHECKED = ("uniqueItems",)  # the keywords that some grammars don't enforce
 
 
 def grammar_text(spec: GrammarSpec) -> str:
@@ -29,6 +30,18 @@ def grammar_text(spec: GrammarSpec) -> str:
     if size > MAX_SOURCE_BYTES:
         _fail(spec, f"it is {size} bytes long; at most {MAX_SOURCE_BYTES} are taken")
     return _BUILDERS[spec.kind](spec)
+
+
+def unchecked_places(spec: GrammarSpec) -> list[str]:
+    """The keywords of a schema that its grammar does not enforce, with their places. Empty for a
+    schema that is refused anyway.
+    """
+    if spec.kind != "json_schema" or len(spec.source) > MAX_SOURCE_BYTES:
+        return []
+    try:
+        return unchecked_keywords(_json(spec), spec.param)
+    except InvalidRequestError:
+        return []
 
 
 def _fail(spec: GrammarSpec, problem: str) -> NoReturn:

@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from engine.core.errors import InvalidRequestError
-from engine.core.grammar.schema_rules import compile_schema
+from engine.core.grammar.schema_rules import compile_schema, unchecked_keywords
 from engine.core.parsing.rows import ReasoningRow
 
 # Schema keywords that may allow an object to have keys not listed in `properties`.
@@ -116,11 +116,15 @@ def _arguments_rule(parameters: str, where: str, strict: bool) -> str:
 
 
 def enforceable(schema: dict[str, Any], where: str, strict: bool) -> dict[str, Any]:
+    if strict:
+        if unchecked := unchecked_keywords(schema, where):
+            problem = f"{unchecked[0]}: no grammar can enforce it, as a strict tool demands"
+            raise InvalidRequestError(f"{problem}; leave it out or unset 'strict'.", param=where)
+        return compile_schema(schema, where)
     try:
         return compile_schema(schema, where)
     except InvalidRequestError:
-        if strict:
-            raise
+        pass
     loose = _loosened(schema)
     return compile_schema(loose if is_supported(loose) else _OBJECT, where)
 

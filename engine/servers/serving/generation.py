@@ -6,6 +6,7 @@ parses its request body into a `ChatInput`. If the model does not support a feat
 checks with the same messages.
 """
 
+import asyncio
 import functools
 import secrets
 import time
@@ -16,6 +17,7 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 
+from engine.core.grammar.spec import UNCHECKED, unchecked_places
 from engine.core.interfaces.backend import (
     ChatRequest,
     CompletionRequest,
@@ -54,6 +56,9 @@ _DEFAULT_PARAMS = SamplingParams()
 OFFLINE_PRIORITY = 100
 # Names that clients use for sampling parameters, if they have other names here.
 _SENT_AS = {"text_bias": "logit_bias"}
+# Keywords of a schema that a warning names at most, and how much of a place.
+MAX_PLACES = 3
+MAX_PLACE_CHARS = 100
 SESSION_HEADER = "x-session-id"
 
 # A function that wraps a stream of events, for example to store the answer at its end.
@@ -86,6 +91,7 @@ async def open_generation(
     `opener` is given, it takes the prompts in the backend's place. If not `is_watched`, the request
     continues when the client disconnects.
     """
+    await _warn_of_unchecked(services, request, grammar)
     context = _context(services, request, card, body, params, completion_id, grammar)
     if not has_queue_timeout:
         context = msgspec.structs.replace(context, queue_timeout_s=None)
@@ -148,6 +154,22 @@ def _context(
         expected=body.expected_text,
         notes=services.history.notes_of(record),
     )
+
+
+async def _warn_of_unchecked(
+    services: Services, request: Request, grammar: GrammarSpec | None
+) -> None:
+    """Warn about keywords of a schema that no grammar can enforce. A thread looks for them, because
+    that takes as long as compiling the schema.
+    """
+    if grammar is None or not any(keyword in grammar.source for keyword in UNCHECKED):
+        return
+    places = await asyncio.to_thread(unchecked_places, grammar)
+    places = [place.removeprefix(f"{grammar.param}.") for place in places]
+    if places:
+        more = f" and {len(places) - MAX_PLACES} more" if len(places) > MAX_PLACES else ""
+        named = ", ".join(place[:MAX_PLACE_CHARS] for place in places[:MAX_PLACES])
+        services.warn(request, grammar.param, f"{named}{more} not enforced, check the answer")
 
 
 def _nth(context: GenerationContext, index: int) -> GenerationContext:

@@ -291,6 +291,18 @@ def test_only_strict_tools_enforce_every_schema_keyword() -> None:
         JSON.grammar([{"type": "function", "function": {**function, "strict": True}}], AUTO, True)
 
 
+def test_only_a_strict_tool_refuses_what_no_grammar_enforces() -> None:
+    tags = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
+    function = {"name": "f", "parameters": {"type": "object", "properties": {"a": tags}}}
+    grammar = JSON.grammar([{"type": "function", "function": function}], REQUIRED, True)
+    assert accepts(grammar, JSON.write([("f", '{"a": ["x"]}')]))
+    assert not accepts(grammar, JSON.write([("f", '{"a": [1]}')]))
+    with pytest.raises(
+        InvalidRequestError, match=r"tools\.f\.parameters\.properties\.a\.uniqueItems"
+    ):
+        JSON.grammar([{"type": "function", "function": {**function, "strict": True}}], AUTO, True)
+
+
 @pytest.mark.parametrize(
     "parameters",
     [{"properties": 5}, {"$ref": "#/nowhere"}, {"allOf": [{"not": {}}]}, {"$schema": "odd:"}],

@@ -171,6 +171,23 @@ async def test_response_format_is_ignored_if_a_tool_call_is_required(
         assert (await client.post(path, json=FORCED[path])).status_code == 400
 
 
+@pytest.mark.parametrize("kind", ["string", "boolean"])
+async def test_uniqueness_that_no_grammar_enforces_is_a_warning(kind: str, tmp_path: Path) -> None:
+    """Pydantic's `set[str]` is answered, unless the server is strict."""
+    tags = {"type": "array", "items": {"type": kind}, "uniqueItems": True}
+    schema = {"type": "object", "properties": {"tags": tags}}
+    fields = chat(response_format=json_schema(schema=schema))
+    warning = "response_format: properties.tags.uniqueItems not enforced, check the answer"
+    is_enforced = kind == "boolean"
+    async with client_of(app_over(FakeBackend(), tmp_path)) as client:
+        answer = await client.post("/v1/chat/completions", json=fields)
+        assert answer.status_code == 200
+        assert answer.headers.get("x-engine-warnings") == (None if is_enforced else warning)
+    async with client_of(app_over(FakeBackend(), tmp_path, strict=True)) as client:
+        answer = await client.post("/v1/chat/completions", json=fields)
+        assert answer.status_code == (200 if is_enforced else 400)
+
+
 def test_grammar_errors_name_the_field_of_their_api() -> None:
     spec = read_response_format({"type": "json_object"}, where="text.format").grammar
     assert spec == GrammarSpec(kind="json_object", param="text.format")
