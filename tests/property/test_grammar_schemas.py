@@ -253,8 +253,20 @@ class RandomSchemas:
                 {"dependentSchemas": {"a": part(), **self._maybe(0.3, b=part())}},
                 {"propertyNames": rng.choice([*NAME_RULES, {"pattern": rng.choice(PATTERNS)}])},
                 {"unevaluatedProperties": rng.choice([False, part()])},
+                {"allOf": [self._comparison(depth) for _ in range(rng.randint(2, 3))]},
             ]
         )
+
+    def _comparison(self, depth: int) -> dict[str, Any]:
+        rng = self._rng
+        compared = rng.choice([{"const": rng.choice("ab")}, {"enum": ["a", "ab"]}])
+        condition = {
+            "properties": {"b": compared},
+            **self._maybe(0.5, required=["b"]),
+            **self._maybe(0.5, type="object"),
+        }
+        then, otherwise = self.node(depth - 2), self.node(depth - 2)
+        return {"if": condition, "then": then, **self._maybe(0.5, **{"else": otherwise})}
 
     def _item_conditions(self, depth: int) -> dict[str, Any]:
         rng = self._rng

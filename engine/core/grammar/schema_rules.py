@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from engine.core.errors import InvalidRequestError
 from engine.core.grammar import schema_values as values
 from engine.core.grammar.regex_dialect import RegexError, admits_many_texts, translate
+from engine.core.grammar.schema_cases import joined
 from engine.core.grammar.schema_conditions import CONDITIONS, MODIFIERS
 from engine.core.grammar.schema_drafts import Resolver, SchemaVersion, draft_of
 from engine.core.grammar.schema_evaluation import unevaluated_items, unevaluated_properties
@@ -276,7 +277,12 @@ class _Rewriting:
             node.output |= rule
 
     def _list(self, node: "_Node", keyword: str) -> None:
-        compiled = [self.schema(*part) for part in self.parts_of(node.source, keyword, node.path)]
+        parts = self.parts_of(node.source, keyword, node.path)
+        if keyword == "allOf":
+            parts, cases = joined(self, parts)
+            for each in cases:
+                self._demand(node, each)
+        compiled = [self.schema(*part) for part in parts]
         if keyword == "oneOf":
             self._exclusive.append((node.output, node.path))
             node.output["oneOf"] = compiled

@@ -192,6 +192,31 @@ def test_conditions_are_enforced(schema: Any, valid: list[str], invalid: list[st
         assert not accepts(schema, text), text
 
 
+def test_many_conditions_on_one_constant_compile() -> None:
+    """As schemas of forms have them. The number of combinations would be exponential."""
+    kinds = [f"kind_{n}" for n in range(30)]
+    schema = {
+        "type": "object",
+        "properties": {"kind": {"enum": kinds}},
+        "required": ["kind"],
+        "allOf": [
+            {
+                "if": {"properties": {"kind": {"const": kind}}, "required": ["kind"]},
+                "then": {"required": [f"of_{kind}"]},
+                "else": {"properties": {f"of_{kind}": False}},
+            }
+            for kind in kinds
+        ],
+    }
+    assert accepts(schema, '{"kind": "kind_7", "of_kind_7": 1}')
+    for wrong in ('{"kind": "kind_7"}', '{"kind": "kind_7", "of_kind_7": 1, "of_kind_8": 1}'):
+        assert not accepts(schema, wrong)
+    del schema["properties"], schema["required"]
+    assert accepts(schema, '{"x": 1}') and accepts(schema, '{"kind": "other", "x": 1}')
+    assert not accepts(schema, '{"of_kind_7": 1}')
+    assert not accepts(schema, '{"kind": "kind_8", "of_kind_7": 1}')
+
+
 @pytest.mark.parametrize(
     ("items", "is_checked"),
     [
