@@ -31,7 +31,7 @@ from engine.core.grammar.schema_logic import (
     references,
     types_of,
 )
-from engine.core.grammar.schema_negation import Part, alternatives, any_of
+from engine.core.grammar.schema_negation import Part, all_of, alternatives, any_of
 from engine.core.grammar.schema_values import (
     FREE_FORMATS,
     INTEGER_FORMATS,
@@ -93,9 +93,9 @@ class _Rewriting:
         self._intersects = False  # whether two schemas apply to the same value, as in `allOf`
         # Path of a `patternProperties` whose pattern matches only names of limited length.
         self._short_names: str | None = None
-        # Nodes with `oneOf`, and their paths. It is not yet proved that their branches are
-        # disjoint.
-        self._exclusive: list[tuple[dict[str, Any], str]] = []
+        # Nodes with `oneOf`, the branches in the document, and the nodes' paths. It is not yet
+        # proved that the branches are disjoint.
+        self._exclusive: list[tuple[dict[str, Any], list[Part], str]] = []
         self._work_left = MAX_WORK
         self._has_conditions = False
         self.unchecked: set[str] = set()
@@ -103,13 +103,12 @@ class _Rewriting:
     def run(self) -> dict[str, Any]:
         values.check_text(self._document, self._param, MAX_NESTING, self.fail)
         root = self.schema(self._document, self._param)
-        while self._pending:
-            key, rewrite, part = self._pending.pop()
-            self._definitions[key] = rewrite(*part)
+        self._rewrite_pending()
+        while self._exclusive:
+            self._make_exclusive(*self._exclusive.pop())
+            self._rewrite_pending()
         if has_loop(self._definitions):
             self.fail(self._param, "a '$ref' leads back to itself without any value in between")
-        for node, path in self._exclusive:
-            self._prove_exclusive(node, path)
         if self._short_names is not None and self._intersects:
             keyword = self._short_names.rpartition(".")[2]
             self.fail(self._short_names, SHORT_NAMES.format(keyword))
@@ -124,6 +123,11 @@ class _Rewriting:
         if used:
             result["$defs"] = used
         return {"x-guidance": JSON_STYLE, **result}
+
+    def _rewrite_pending(self) -> None:
+        while self._pending:
+            key, rewrite, part = self._pending.pop()
+            self._definitions[key] = rewrite(*part)
 
     def _check_cases(self, schemas: list[Schema]) -> None:
         if most_cases(schemas) > MAX_COMBINATIONS:
@@ -284,21 +288,33 @@ class _Rewriting:
                 self._demand(node, each)
         compiled = [self.schema(*part) for part in parts]
         if keyword == "oneOf":
-            self._exclusive.append((node.output, node.path))
+            self._exclusive.append((node.output, parts, node.path))
             node.output["oneOf"] = compiled
         elif keyword == "allOf":
             node.demand(*compiled)
         else:
             node.output[keyword] = compiled
 
-    def _prove_exclusive(self, node: dict[str, Any], path: str) -> None:
+    def _make_exclusive(self, node: dict[str, Any], parts: list[Part], path: str) -> None:
+        """Turn `oneOf` into `anyOf`. Unless the branches are disjoint, each of them also demands
+        the opposite of all others.
+        """
         branches = node.pop("oneOf")
         if not self._disjoint.all_pairs(branches):
-            self.fail(
-                path,
-                "keyword 'oneOf' is not supported where several of its branches may match at "
-                "once; use anyOf, or give each branch a required property with its own const",
-            )
+            self.spend(len(parts) ** 2, path)
+            self._has_conditions = True
+            try:
+                opposites = [self.define(self.negated(*part), path) for part in parts]
+            except InvalidRequestError:
+                self.fail(
+                    path,
+                    "keyword 'oneOf' is not supported where several of its branches may match at "
+                    "once; use anyOf, or give each branch a required property with its own const",
+                )
+            branches = [
+                all_of([branch, *opposites[:index], *opposites[index + 1 :]])
+                for index, branch in enumerate(branches)
+            ]
         if "anyOf" in node:
             node.setdefault("allOf", []).append({"anyOf": branches})
         else:
