@@ -59,7 +59,7 @@ NAME_RULES = [
         {"minLength": 2, "maxLength": 3},
     ),
     {"$ref": "#/$defs/x"},
-    {"not": {"const": "a"}},
+    {"not": {"enum": ["a", "ba"]}},
 ]
 FEW_ITEMS = [
     {"type": "boolean"},

@@ -59,11 +59,11 @@ def _comparison(schema: object) -> _Comparison | None:
     compared = _asserted(properties.get(name))
     kind = compared.pop("type", "string")
     constants = [compared["const"]] if "const" in compared else compared.get("enum")
+    if not isinstance(constants, list) or not all(isinstance(each, str) for each in constants):
+        return None
     is_plain = (
         len(properties) == len(compared) == 1
         and kind == "string"
-        and isinstance(constants, list)
-        and all(isinstance(constant, str) for constant in constants)
         and asserted.get("type", "object") == "object"
         and asserted.get("required", [name]) in ([name], [])
     )
@@ -104,13 +104,13 @@ def _cases(rewriter: Rewriter, name: str, group: list[tuple[_Comparison, Part]])
         chosen = [then if matches(one) else otherwise for one, then, otherwise in branches]
         return all_of([subject, *chosen])
 
-    others = [{"type": kind} for kind in ("null", "boolean", "number", "array")]
-    others += [excluding(rewriter, constants, path)]
-    cases = [
-        case(having(name, {"enum": [constant]}), lambda one, each=constant: each in one.constants)
-        for constant in constants
-    ]
-    cases.append(case(having(name, any_of([*others, {"type": "object"}])), lambda _: False))
+    def equal(constant: str) -> Schema:
+        return case(having(name, {"enum": [constant]}), lambda one: constant in one.constants)
+
+    others: Schema = {"type": sorted(ALL_TYPES - {"string", "integer"})}
+    cases = [equal(constant) for constant in constants]
+    others = any_of([others, excluding(rewriter, constants, path)])
+    cases.append(case(having(name, others), lambda one: False))
     cases.append(case(without(name), lambda one: one.matches_absence))
     no_object = {"type": sorted(ALL_TYPES - {"object", "integer"})}
     cases.append(case(no_object, lambda one: one.matches_others))

@@ -20,6 +20,7 @@ from engine.core.grammar.schema_negation import (
     all_of,
     any_of,
     contains_range,
+    excluding,
     having,
     without,
 )
@@ -165,6 +166,10 @@ def _name_rules(
             rules.append(_named_like(f"^(?:{STRING_FORMATS[value]})$"))
         elif keyword == "minLength" or (keyword == "maxLength" and "minLength" not in schema):
             rules.append(_named_at_length(rewriter, schema, path))
+        elif keyword == "not" and isinstance(value, dict) and len(value) == 1 and "enum" in value:
+            others = excluding(rewriter, _writable_strings(value["enum"]), path)
+            assert isinstance(others, dict)
+            rules += [_named_like(others["pattern"])] if "pattern" in others else []
         elif keyword not in ("maxLength", "uniqueItems") and not is_annotation(keyword):
             rewriter.fail(path, f"keyword '{keyword}' is not supported there; write a pattern")
     return rules

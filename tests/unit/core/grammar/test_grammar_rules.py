@@ -173,6 +173,8 @@ NAMED = {"type": "object", "properties": {"a": STRING}, "required": ["a"]}
          ["{}", '{"ab": 1}'], ['{"abc": 1}', '{"a": "x"}']),
         ({"type": "object", "propertyNames": {"maxLength": 2}, "properties": {"ab": STRING}},
          ['{"ab": "x", "c": 1}'], ['{"ab": 1}', '{"abc": 1}']),
+        ({"type": "object", "propertyNames": {"not": {"enum": ["a", "id"]}}},
+         ['{"b": 1}', '{"ida": 1}'], ['{"id": 1}', '{"a": 1}']),
         ({"type": "object", "propertyNames": False}, ["{}"], ['{"a": 1}']),
         ({"allOf": [NAMED], "unevaluatedProperties": False}, ['{"a": ""}'], ['{"a": "", "b": 1}']),
         ({"anyOf": [NAMED, {"type": "object", "properties": {"b": STRING}, "required": ["b"]}],
