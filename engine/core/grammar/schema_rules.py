@@ -32,6 +32,7 @@ from engine.core.grammar.schema_logic import (
     types_of,
 )
 from engine.core.grammar.schema_negation import Part, all_of, alternatives, any_of
+from engine.core.grammar.schema_node import Node
 from engine.core.grammar.schema_values import (
     FREE_FORMATS,
     INTEGER_FORMATS,
@@ -161,7 +162,7 @@ class _Rewriting:
         if isinstance(schema, bool):
             return schema
         asserted = self._asserted(schema, path)
-        node = _Node(asserted, path)
+        node = Node(asserted, path)
         if "type" in asserted:  # handled first, because other keywords depend on it
             self._type(node, "type")
         for keyword in [name for name in asserted if name in HANDLERS]:
@@ -226,14 +227,14 @@ class _Rewriting:
         asserted: dict[str, Any] = {}
         for keyword, value in schema.items():
             if keyword in HANDLERS or keyword in RULES or keyword in MODIFIERS:
-                self.spend(_work(keyword, value), path)
+                self.spend(values.work(keyword, value), path)
                 asserted[keyword] = value
             elif not is_annotation(keyword):
                 self._pass_or_refuse(keyword, value, path)
         self._resolver.check_identifier(schema, path)
         return asserted
 
-    def _demand(self, node: "_Node", rule: Schema) -> None:
+    def _demand(self, node: Node, rule: Schema) -> None:
         """Add what a condition demands of the value."""
         if rule is True:
             return
@@ -271,7 +272,7 @@ class _Rewriting:
 
     # Handlers of keywords that contain or reference schemas.
 
-    def _reference(self, node: "_Node", keyword: str) -> None:
+    def _reference(self, node: Node, keyword: str) -> None:
         place, schema = self._resolver.resolve(node.source[keyword], node.path)
         part = (schema, self._path_of(place))
         rule = self._defined(place, self.schema, part, node.path)
@@ -280,7 +281,7 @@ class _Rewriting:
         else:
             node.output |= rule
 
-    def _list(self, node: "_Node", keyword: str) -> None:
+    def _list(self, node: Node, keyword: str) -> None:
         parts = self.parts_of(node.source, keyword, node.path)
         if keyword == "allOf":
             parts, cases = joined(self, parts)
@@ -320,7 +321,7 @@ class _Rewriting:
         else:
             node["anyOf"] = branches
 
-    def _map(self, node: "_Node", keyword: str) -> None:
+    def _map(self, node: Node, keyword: str) -> None:
         path = f"{node.path}.{keyword}"
         parts = self.map_of(node.source, keyword, node.path)
         compiled = {name: self.schema(*part) for name, part in parts.items()}
@@ -332,10 +333,10 @@ class _Rewriting:
                 self._short_names = path
         node.output[keyword] = compiled
 
-    def _part(self, node: "_Node", keyword: str) -> None:
+    def _part(self, node: Node, keyword: str) -> None:
         node.output[keyword] = self.schema(node.source[keyword], f"{node.path}.{keyword}")
 
-    def _items(self, node: "_Node", keyword: str) -> None:
+    def _items(self, node: Node, keyword: str) -> None:
         """Rewrite `items` and `additionalItems` of older drafts to `prefixItems` and `items`."""
         items = node.source.get("items")
         if keyword == "items" and not isinstance(items, list):
@@ -352,21 +353,21 @@ class _Rewriting:
             path = f"{node.path}.additionalItems"
             node.output["items"] = self.schema(node.source[keyword], path)
 
-    def _prefix_items(self, node: "_Node", keyword: str) -> None:
+    def _prefix_items(self, node: Node, keyword: str) -> None:
         if self.draft is not SchemaVersion.D2020:
             self.fail(node.path, "'prefixItems' needs \"$schema\" to name draft 2020-12")
         self._list(node, keyword)
 
     # Handlers of keywords that constrain values directly.
 
-    def _type(self, node: "_Node", keyword: str) -> None:
+    def _type(self, node: Node, keyword: str) -> None:
         named = node.source["type"]
         names = [named] if isinstance(named, str) else named
         if not isinstance(names, list) or not names or not all(n in ALL_TYPES for n in names):
             self.fail(node.path, f"'type' must be of {', '.join(sorted(ALL_TYPES))}")
         node.output["type"] = named
 
-    def _enumeration(self, node: "_Node", keyword: str) -> None:
+    def _enumeration(self, node: Node, keyword: str) -> None:
         given = node.source[keyword]
         if keyword == "enum" and not isinstance(given, list):
             self.fail(node.path, "'enum' must be a list")
@@ -383,10 +384,10 @@ class _Rewriting:
         else:
             node.output["enum"] = allowed
 
-    def _count(self, node: "_Node", keyword: str) -> None:
+    def _count(self, node: Node, keyword: str) -> None:
         node.output[keyword] = values.count(node.source[keyword], node.path, keyword, self.fail)
 
-    def _bound(self, node: "_Node", keyword: str) -> None:
+    def _bound(self, node: Node, keyword: str) -> None:
         integers_only = "number" not in types_of({"type": node.source.get("type", "number")})
         bound = values.bound(
             node.source,
@@ -399,10 +400,10 @@ class _Rewriting:
         if bound is not None:
             node.narrow(*bound)
 
-    def _multiple(self, node: "_Node", keyword: str) -> None:
+    def _multiple(self, node: Node, keyword: str) -> None:
         node.output[keyword] = values.multiple(node.source[keyword], node.path, self.fail)
 
-    def _pattern(self, node: "_Node", keyword: str) -> None:
+    def _pattern(self, node: Node, keyword: str) -> None:
         node.match(self.pattern_text(node.source[keyword], node.path))
 
     def pattern_text(self, pattern: object, path: str) -> str:
@@ -413,7 +414,7 @@ class _Rewriting:
         except RegexError as error:
             self.fail(path, f"the pattern cannot be honoured: {error}")
 
-    def _format(self, node: "_Node", keyword: str) -> None:
+    def _format(self, node: Node, keyword: str) -> None:
         name = node.source["format"]
         types = types_of({"type": node.source.get("type", sorted(ALL_TYPES))})
         if name in INTEGER_FORMATS and "string" not in types:
@@ -426,66 +427,19 @@ class _Rewriting:
             known = ", ".join(sorted({*STRING_FORMATS, *INTEGER_FORMATS, *FREE_FORMATS}))
             self.fail(node.path, f"format {json.dumps(name)} is not supported; of: {known}")
 
-    def _required(self, node: "_Node", keyword: str) -> None:
+    def _required(self, node: Node, keyword: str) -> None:
         names = node.source["required"]
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             self.fail(node.path, "'required' must be a list of names")
         node.output["required"] = list(dict.fromkeys(names))
 
-    def _num_properties(self, node: "_Node", keyword: str) -> None:
+    def _num_properties(self, node: Node, keyword: str) -> None:
         count = values.count(node.source[keyword], node.path, keyword, self.fail)
-        declared = values.declared_properties(node.source)
-        if keyword == "minProperties":
-            # The grammar allows that an undeclared name is repeated. So all undeclared names
-            # together count as at most one property.
-            implied = count <= declared.num_required
-            enforced = count == 1 and (not declared.has_optional or declared.is_closed)
-            advice = f"name {count} properties in 'required'"
-        else:
-            implied = declared.is_closed and count >= declared.num_declared
-            enforced = not declared.has_optional
-            advice = (
-                "name all properties in 'required', or declare no more than that and set "
-                "additionalProperties: false"
-            )
+        implied, enforced, advice = values.property_limit(node.source, keyword, count)
         if enforced and not implied:
             node.output[keyword] = count
         elif not implied:
             self.fail(node.path, f"keyword '{keyword}' is not supported here; {advice}")
-
-
-class _Node:
-    """A schema while it is rewritten. `source` has the keywords of the client's schema, `output`
-    those of the schema for llguidance.
-    """
-
-    def __init__(self, source: dict[str, Any], path: str) -> None:
-        self.source = source
-        self.path = path
-        self.output: dict[str, Any] = {}
-
-    def demand(self, *schemas: Schema) -> None:
-        self.output.setdefault("allOf", []).extend(schemas)
-
-    def narrow(self, keyword: str, bound: float) -> None:
-        """Set the keyword `minimum` or `maximum` to `bound`, unless its bound is already
-        tighter.
-        """
-        tighter = max if keyword == "minimum" else min
-        self.output[keyword] = tighter(bound, self.output.get(keyword, bound))
-
-    def match(self, expression: str) -> None:
-        if "pattern" in self.output:
-            self.demand({"pattern": expression})
-        else:
-            self.output["pattern"] = expression
-
-
-def _work(keyword: str, value: Any) -> int:
-    """How much work a keyword is, without the schemas in its value."""
-    if keyword in ("const", "enum"):
-        return 10 + len(json.dumps(value))
-    return 10 + (len(value) if isinstance(value, str | list | dict) else 0)
 
 
 # The keywords of a rule about the names of an object, without rules about values.
@@ -496,7 +450,7 @@ RULES: dict[str, Callable[[_Rewriting, dict[str, Any], str], Schema]] = {
     "unevaluatedProperties": unevaluated_properties,
 }
 APPLIED_LAST = frozenset({"$ref", "allOf", "anyOf", "oneOf", "const", "enum"})
-HANDLERS: dict[str, Callable[[_Rewriting, _Node, str], None]] = {
+HANDLERS: dict[str, Callable[[_Rewriting, Node, str], None]] = {
     "$ref": _Rewriting._reference,
     "$dynamicRef": _Rewriting._reference,
     "$recursiveRef": _Rewriting._reference,

@@ -5,6 +5,7 @@ only bounds are accepted for which doubles are exact. An exclusive bound becomes
 slightly inside the allowed range, so that rounding can't cross it.
 """
 
+import json
 import math
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import Any, NamedTuple
@@ -178,6 +179,34 @@ def declared_properties(source: dict[str, Any]) -> DeclaredProperties:
         is_closed=source.get("additionalProperties") is False
         and not source.get("patternProperties"),
     )
+
+
+def property_limit(source: dict[str, Any], keyword: str, count: int) -> tuple[bool, bool, str]:
+    """Whether other keywords already imply `minProperties` or `maxProperties`, whether llguidance
+    can enforce it, and advice for the case that it can't.
+    """
+    declared = declared_properties(source)
+    if keyword == "minProperties":
+        # The grammar allows that an undeclared name is repeated. So all undeclared names
+        # together count as at most one property.
+        implied = count <= declared.num_required
+        enforced = count == 1 and (not declared.has_optional or declared.is_closed)
+        advice = f"name {count} properties in 'required'"
+    else:
+        implied = declared.is_closed and count >= declared.num_declared
+        enforced = not declared.has_optional
+        advice = (
+            "name all properties in 'required', or declare no more than that and set "
+            "additionalProperties: false"
+        )
+    return implied, enforced, advice
+
+
+def work(keyword: str, value: Any) -> int:
+    """How much work a keyword is, without the schemas in its value."""
+    if keyword in ("const", "enum"):
+        return 10 + len(json.dumps(value))
+    return 10 + (len(value) if isinstance(value, str | list | dict) else 0)
 
 
 # How the grammar lets the model write JSON. One space is allowed after "," and ":", where Python's
