@@ -1,5 +1,6 @@
 """Proves facts about schemas: that some value matches a schema, or that no value matches two
-schemas at once. The schemas have the form to which `schema_rules` rewrites them.
+schemas at once. The schemas have the form to which `schema_rules` rewrites them. A `Node` is one
+that is being rewritten.
 
 `Satisfiable` ignores some constraints, so it may accept a schema that no value matches. `Disjoint`
 says true only if it found a proof, so it may say false about schemas that are disjoint.
@@ -125,6 +126,33 @@ def most_cases(schemas: Iterable[Schema]) -> int:
     for schema in schemas:
         num_cases(schema)
     return largest
+
+
+class Node:
+    """A schema while it is rewritten. `source` has the keywords of the client's schema, `output`
+    those of the schema for llguidance.
+    """
+
+    def __init__(self, source: dict[str, Any], path: str) -> None:
+        self.source = source
+        self.path = path
+        self.output: dict[str, Any] = {}
+
+    def demand(self, *schemas: Schema) -> None:
+        self.output.setdefault("allOf", []).extend(schemas)
+
+    def narrow(self, keyword: str, bound: float) -> None:
+        """Set the keyword `minimum` or `maximum` to `bound`, unless its bound is already
+        tighter.
+        """
+        tighter = max if keyword == "minimum" else min
+        self.output[keyword] = tighter(bound, self.output.get(keyword, bound))
+
+    def match(self, expression: str) -> None:
+        if "pattern" in self.output:
+            self.demand({"pattern": expression})
+        else:
+            self.output["pattern"] = expression
 
 
 class Satisfiable:

@@ -16,14 +16,14 @@ from typing import Any, NoReturn
 from engine.core.errors import InvalidRequestError
 from engine.core.grammar import schema_values as values
 from engine.core.grammar.regex_dialect import RegexError, admits_many_texts, translate
-from engine.core.grammar.schema_cases import joined
-from engine.core.grammar.schema_conditions import CONDITIONS, MODIFIERS
+from engine.core.grammar.schema_conditions import CONDITIONS, MODIFIERS, joined
 from engine.core.grammar.schema_drafts import Resolver, SchemaVersion, draft_of
 from engine.core.grammar.schema_evaluation import unevaluated_items, unevaluated_properties
 from engine.core.grammar.schema_logic import (
     ALL_TYPES,
     REF_PREFIX,
     Disjoint,
+    Node,
     Satisfiable,
     Schema,
     has_loop,
@@ -32,7 +32,6 @@ from engine.core.grammar.schema_logic import (
     types_of,
 )
 from engine.core.grammar.schema_negation import Part, all_of, alternatives, any_of
-from engine.core.grammar.schema_node import Node
 from engine.core.grammar.schema_values import (
     FREE_FORMATS,
     INTEGER_FORMATS,
