@@ -29,7 +29,6 @@ constexpr u32 SCALE_BYTES = TILE_ROWS * GROUPS * 2;
 constexpr u32 STAGE_BYTES = WARPS * (VALUE_BYTES + SCALE_BYTES * (1 + MINIMA));
 constexpr int MAX_STAGES = 16, CHUNK = 256;  // columns of a row that a warp loads at once
 constexpr int SUMS = 2;                      // row tiles that may wait for the finisher
-constexpr int QUEUE = 32;  // more than the units that the producer can be ahead of the finisher
 constexpr u32 SUM_BYTES = WARPS * TOKEN_TILES * 32 * 16;
 // Two 16-bit floats with fractions of zero in the bits of a value, and what they stand for.
 constexpr u32 LOW = IS_BF16 ? 0x43004300 : 0x64006400, HIGH = IS_BF16 ? 0x45004500 : 0x74007400;
@@ -71,7 +70,7 @@ struct Work {
 // Where things are in shared memory. `stages` buffers are at its end.
 struct Layout {
     int stages, x_stride;
-    u32 barriers, queue, squares, sums, x, buffers;
+    u32 barriers, squares, sums, x, buffers;
 
     __device__ __forceinline__ u32 sum_barriers() const { return barriers + 2 * MAX_STAGES * 8; }
 
@@ -79,8 +78,7 @@ struct Layout {
         int columns = (work.blocks + sizes.parts - 1) / sizes.parts * BLOCK_COLUMNS;
         x_stride = columns * 2 + 64;  // so that the loads of eight tokens are spread over all banks
         barriers = SUMS * SUM_BYTES;  // after the sums of workers
-        queue = barriers + 2 * (MAX_STAGES + SUMS) * 8;
-        squares = queue + QUEUE * 4;
+        squares = barriers + 2 * (MAX_STAGES + SUMS) * 8;
         sums = squares + (sizes.tokens * ((sizes.columns + CHUNK - 1) / CHUNK) * 4 + 15) / 16 * 16;
         x = sums + columns / GROUP * TOKENS * 4;
         buffers = x + sizes.tokens * x_stride;
@@ -112,11 +110,6 @@ struct Stages {
     }
 };
 
-// The units of this thread block in their order, for the other warps. A number past the last unit ends it.
-__device__ __forceinline__ int* queue_place(unsigned char* memory, const Layout& layout, int number) {
-    return reinterpret_cast<int*>(memory + layout.queue) + number % QUEUE;
-}
-
 __device__ __forceinline__ void copy_unit(const Matrices& matrices, const Work& work, Stages& ring,
                                           int unit) {
 #pragma unroll 1
@@ -140,15 +133,10 @@ __device__ __forceinline__ void copy_unit(const Matrices& matrices, const Work& 
 }
 
 __device__ __forceinline__ void produce(const Matrices& matrices, const Sizes& sizes, const Work& work,
-                                        const Layout& layout, unsigned char* memory, Stages ring) {
+                                        Stages ring) {
 #pragma unroll 1
-    for (int number = 0, unit = work.member;; ++number, unit += sizes.members) {
-        wait_barrier(ring.free(), ring.parity);
-        *queue_place(memory, layout, number) = unit;
-        if (unit >= work.units) break;
+    for (int unit = work.member; unit < work.units; unit += sizes.members)
         copy_unit(matrices, work, ring, unit);
-    }
-    expect_bytes(ring.ready(), 0);
 }
 
 __device__ __forceinline__ float over_lanes(float x, int lanes) {
@@ -391,6 +379,10 @@ __device__ __forceinline__ float activated(float gate, float up) {
     return gate / (1.0f + exp2_of(-1.4426950408889634f * exponent)) * up;
 }
 
+struct Residuals {
+    float4 tiles[TOKEN_TILES];
+};
+
 // Writes the results of row tiles from the sums of all columns, as one warp.
 struct Finisher {
     const Matrices& matrices;
@@ -434,6 +426,7 @@ struct Finisher {
     // Adds up the sums of all parts.
     __device__ __forceinline__ void finish_parts(int unit) const {
         float4 totals[HALVES][TOKEN_TILES] = {};
+        Residuals residuals = load_residuals(unit);
 #pragma unroll 4
         for (int part = 0; part < sizes.parts; ++part) {
 #pragma unroll
@@ -441,7 +434,7 @@ struct Finisher {
                 add(totals[index / TOKEN_TILES][index % TOKEN_TILES], __ldcg(room(unit, part, index)));
             }
         }
-        write(unit, totals);
+        write(unit, totals, residuals);
     }
 
     // What the norm divides the results of a token by.
@@ -466,15 +459,32 @@ struct Finisher {
         return low;
     }
 
-    __device__ __forceinline__ void write(int token, int row, float y, float up) const {
+    // The residual stream for this lane's results. It is loaded before the results are there.
+    __device__ __forceinline__ Residuals load_residuals(int unit) const {
+        Residuals residuals = {};
+        if (!matrices.residual) return residuals;
+        int row = unit * TILE_ROWS + threadIdx.x % 32 / 4, rows = work.units * TILE_ROWS;
+#pragma unroll
+        for (int tile = 0; tile < TOKEN_TILES; ++tile) {
+            int token = tile * 8 + threadIdx.x % 4 * 2;
+            const u16* from = matrices.residual + static_cast<u64>(token) * rows + row;
+            float4& four = residuals.tiles[tile];
+            if (token < sizes.tokens) four.x = at(from, 0), four.z = at(from, 8);
+            if (token + 1 < sizes.tokens) four.y = at(from, rows), four.w = at(from, rows + 8);
+        }
+        return residuals;
+    }
+
+    __device__ __forceinline__ void write(int token, int row, float y, float up, float residual) const {
         int rows = work.units * TILE_ROWS;
         if (matrices.bias) y += at(matrices.bias, row);
         if (GATE) y = activated(y, matrices.bias ? up + at(matrices.bias, rows + row) : up);
-        if (matrices.residual) y += at(matrices.residual, static_cast<u64>(token) * rows + row);
-        matrices.out[static_cast<u64>(token) * sizes.out_stride + row] = static_cast<u16>(packed(y, 0.0f));
+        matrices.out[static_cast<u64>(token) * sizes.out_stride + row] =
+            static_cast<u16>(packed(y + residual, 0.0f));
     }
 
-    __device__ __forceinline__ void write(int unit, const float4 (&totals)[HALVES][TOKEN_TILES]) const {
+    __device__ __forceinline__ void write(int unit, const float4 (&totals)[HALVES][TOKEN_TILES],
+                                          const Residuals& residuals) const {
         int line = threadIdx.x % 32 / 4, first = threadIdx.x % 4 * 2, row = unit * TILE_ROWS + line;
 #pragma unroll
         for (int tile = 0; tile < TOKEN_TILES; ++tile) {
@@ -484,17 +494,16 @@ struct Finisher {
                 int token = tile * 8 + first + index % 2;
                 if (token >= sizes.tokens) continue;
                 float scale = index % 2 ? scales[tile][1] : scales[tile][0];
-                write(token, row + index / 2 * 8, at(y, index) * scale, at(up, index) * scale);
+                write(token, row + index / 2 * 8, at(y, index) * scale, at(up, index) * scale,
+                      at(residuals.tiles[tile], index));
             }
         }
     }
 
-    __device__ __forceinline__ void run(unsigned char* memory, WarpSums ring) const {
-        for (int number = 0;; ++number) {
+    __device__ __forceinline__ void run(WarpSums ring) const {
+        for (int unit = work.member; unit < work.units; unit += sizes.members) {
             float4 totals[HALVES][TOKEN_TILES];
-            wait_barrier(ring.ready(), ring.parity);
-            int unit = *queue_place(memory, layout, number);
-            if (unit >= work.units) return;
+            Residuals residuals = SPLITS ? Residuals{} : load_residuals(unit);
 #pragma unroll
             for (int half = 0; half < HALVES; ++half) {
                 wait_barrier(ring.ready(), ring.parity);
@@ -505,7 +514,7 @@ struct Finisher {
                 ring.advance();
             }
             if (!SPLITS) {
-                write(unit, totals);
+                write(unit, totals, residuals);
                 continue;
             }
 #pragma unroll
@@ -547,15 +556,13 @@ __device__ __forceinline__ void multiply_tile(Worker& worker, const Sizes& sizes
 __device__ __forceinline__ void multiply(const Sizes& sizes, const Work& work, const Layout& layout,
                                          unsigned char* memory, Stages ring, WarpSums sums) {
     Worker worker;
-    for (int number = 0;; ++number) {
-        wait_barrier(ring.ready(), ring.parity);
-        if (*queue_place(memory, layout, number) >= work.units) break;
 #pragma unroll 1
-        for (int half = 0; half < HALVES; ++half)
+    for (int unit = work.member; unit < work.units; unit += sizes.members) {
+#pragma unroll 1
+        for (int half = 0; half < HALVES; ++half) {
             multiply_tile(worker, sizes, work, layout, memory, ring, sums);
+        }
     }
-    wait_barrier(sums.free(), sums.parity);
-    if (threadIdx.x % 32 == 0) arrive(sums.ready());  // the finisher sees the end of the queue
 }
 
 // The last thread block of a member's parts finishes the rows of all of them.
@@ -599,7 +606,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     __syncthreads();
     if (threadIdx.x >= PRODUCER) {
-        if (threadIdx.x == PRODUCER) produce(matrices, sizes, work, layout, memory, Stages(layout, start, 1));
+        if (threadIdx.x == PRODUCER) produce(matrices, sizes, work, Stages(layout, start, 1));
         return;
     }
     wait_for_previous();
@@ -612,6 +619,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (!SPLITS) return;
     }
     Finisher finisher(matrices, sizes, work, layout, memory);
-    if (!is_worker) finisher.run(memory, WarpSums(start, start + layout.sum_barriers(), 0));
+    if (!is_worker) finisher.run(WarpSums(start, start + layout.sum_barriers(), 0));
     if (SPLITS) finish_parts(finisher, arrived, memory);
 }

@@ -25,7 +25,7 @@ MIN_STAGES = 3
 LAYOUTS = {(4, 32, False), (4, 32, True), (4, 128, False), (4, 128, True), (8, 16, False)}
 LAYOUTS |= {(8, 32, False), (8, 32, True)}
 _GATES = {None: 0, "silu": 1, "gelu_tanh": 2}
-_MAX_STAGES, _SUMS, _QUEUE, _CHUNK = 16, 2, 32, 256  # as in `grouped.cu`
+_MAX_STAGES, _SUMS, _CHUNK = 16, 2, 256  # as in `grouped.cu`
 _MIN_BLOCKS = 4  # of the columns of a part
 _MAX_MEMBERS = 1024
 
@@ -62,7 +62,7 @@ class GroupedVariant(NamedTuple):
         squares = -(-tokens * -(-columns // _CHUNK) * 4 // 16) * 16
         sums = blocks * BLOCK_COLUMNS // self.group * 8 * self.token_tiles * 4
         inputs = tokens * (blocks * BLOCK_COLUMNS * 2 + 64)
-        barriers = 16 * (_MAX_STAGES + _SUMS) + 4 * _QUEUE
+        barriers = 16 * (_MAX_STAGES + _SUMS)
         return (SHARED_BYTES - warp_sums - barriers - squares - sums - inputs) // self.stage_bytes
 
 
