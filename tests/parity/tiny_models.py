@@ -4,7 +4,7 @@ Random weights are wide enough for attention to be peaked and norms to matter: a
 lost bias or a window off by one moves logits by far more than the tolerance.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ import torch
 import transformers as hf
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel  # slow to import, and both workers collect every test
+    from transformers import PreTrainedModel  # slow to import
 
 VOCAB = 97
 NUM_LAYERS = 3
@@ -373,6 +373,23 @@ def quick_first(
         *names,
         *(pytest.param(name, marks=pytest.mark.integration) for name in integration),
         *(pytest.param(name, marks=pytest.mark.slow) for name in others),
+    ]
+
+
+def in_frameworks(
+    names: Sequence[str], frameworks: Sequence[str], few: Mapping[str, Sequence[str]]
+) -> list[Any]:
+    """Parameters of a test: each model in each framework. A framework of `few` compiles anew for
+    each model: all but the models that it names, which cover its code, have the mark `integration`.
+    """
+    return [
+        pytest.param(
+            *(name, framework),
+            id=f"{framework}-{name}",
+            marks=[pytest.mark.integration] * (name not in few.get(framework, names)),
+        )
+        for name in names
+        for framework in frameworks
     ]
 
 

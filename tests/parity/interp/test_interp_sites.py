@@ -22,15 +22,23 @@ from tests.parity.hooked import Change, Hooked
 from tests.support.toy_engine.probed_engine import ProbedEngine, request
 
 DEFAULT = "default"
-FAMILIES = ("llama", "qwen2", "qwen3", "gpt2", pytest.param(DEFAULT, marks=pytest.mark.slow))
+FAMILIES = ("llama", "qwen2", "qwen3", "gpt2")
 FRAMEWORKS = ("native", "torch", "jax")
+pytestmark = pytest.mark.parametrize(
+    ("saved", "pair"),
+    [
+        *tiny_models.in_frameworks(FAMILIES, FRAMEWORKS, {"jax": ("qwen3", "gpt2")}),
+        *(pytest.param(DEFAULT, each, marks=pytest.mark.slow) for each in FRAMEWORKS),
+    ],
+    indirect=True,
+)
 # Float sums in another order, relative to the largest value of a site.
 TOLERANCE = 1e-5
 DEFAULT_TOLERANCE = 1e-4  # thirty layers
 TOKENS = tiny_models.text(24)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module")
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("saved")
     if request.param != DEFAULT:
@@ -41,7 +49,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return model.eval(), folder / "float32"
 
 
-@pytest.fixture(scope="module", params=FRAMEWORKS)
+@pytest.fixture(scope="module")
 def pair(request: pytest.FixtureRequest, saved: Any) -> Iterator[tuple[Any, ProbedEngine]]:
     torch.set_num_threads(1)
     theirs, path = saved

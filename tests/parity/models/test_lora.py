@@ -119,7 +119,11 @@ def logits_of(
     return runner.logits(handle, rows) if len(rows) else np.empty((0, 0), np.float32)
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize(
+    ("tuned", "framework"),
+    tiny_models.in_frameworks(FAMILIES, FRAMEWORKS, {"jax": ("gpt2", "phi3")}),
+    indirect=["tuned"],
+)
 def test_rows_with_mixed_lora_adapters_equal_peft(framework: str, tuned: Tuned) -> None:
     runner = runner_for(framework, tuned.source, tuned.adapters)
     driver = RunnerDriver(runner)

@@ -26,12 +26,19 @@ from engine_tools.dev import (
 )
 from engine_tools.dev.test_gpt2_equivalence import FAMILIES, save_tiny
 from engine_tools.reference import monolithic_gpt2
+from tests.parity import tiny_models
 from tests.support.files import tokenizer_files
 from tests.support.files.checkpoint_folders import write_hf, write_llama2c
 
 FOLDER = Path(single_file_gpt2.__file__).parent
 IDS = [5, 17, 101, 3, 44, 9, 200, 61]
 FRAMEWORKS = ("native", "torch", "jax", "tinygrad")
+# tinygrad compiles anew for each layer; `test_tinygrad_models.py` compares the layers of all kinds.
+MATRIX = [
+    *tiny_models.in_frameworks(FAMILIES, FRAMEWORKS[:3], {"jax": ("gpt2", "llama")}),
+    *tiny_models.in_frameworks(("gpt2",), ("tinygrad",), {"tinygrad": ()}),
+    *(pytest.param(each, "tinygrad", marks=pytest.mark.slow) for each in FAMILIES[1:]),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -40,26 +47,12 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def matrix() -> list:
-    """Every family in every framework. tinygrad compiles anew for each layer, so one family is
-    quick there; `test_tinygrad_models.py` compares the layers of all kinds.
-    """
-    return [
-        pytest.param(
-            *(family, framework),
-            marks=[pytest.mark.slow] * (framework == "tinygrad" and family != "gpt2"),
-        )
-        for family in FAMILIES
-        for framework in FRAMEWORKS
-    ]
-
-
 def test_all_frameworks_are_importable_for_the_comparison() -> None:
     here, missing = frameworks()
     assert set(here) == set(FRAMEWORKS), missing
 
 
-@pytest.mark.parametrize(("family", "framework"), matrix())
+@pytest.mark.parametrize(("family", "framework"), MATRIX)
 def test_every_layer_of_every_framework_equals_transformers(
     family: str, framework: str, tmp_path: Path
 ) -> None:
