@@ -12,11 +12,12 @@ import random
 import sys
 import time
 from collections import Counter
+from functools import lru_cache
 from typing import Any
 
 from tests.oracle.check import Oracle
-from tests.oracle.histories import POOL_HISTORIES, History, draw_history, draw_pool
-from tests.oracle.level import LEVELS
+from tests.oracle.histories import POOL_HISTORIES, History, Pool, Stage, draw_history, draw_pool
+from tests.oracle.level import LEVELS, Level
 from tests.oracle.shrink import shrunk
 
 ENOUGH_FAILURES = 5
@@ -24,9 +25,14 @@ ENOUGH_FAILURES = 5
 
 def drawn(oracle: Oracle, seed: int) -> History:
     """The history of a seed."""
-    name, stage = oracle.level.name, oracle.level.stage
-    pool = draw_pool(random.Random(f"{name} pool {seed // POOL_HISTORIES}"), stage)
-    return draw_history(random.Random(f"{name} {seed}"), stage, pool)
+    level = oracle.level
+    pool = _pool(level.name, level.stage, seed // POOL_HISTORIES)
+    return draw_history(random.Random(f"{level.name} {seed}"), level.stage, pool)
+
+
+@lru_cache(maxsize=1)
+def _pool(name: str, stage: Stage, number: int) -> Pool:
+    return draw_pool(random.Random(f"{name} pool {number}"), stage)
 
 
 def failing(oracle: Oracle, history: History, seed: int) -> list[str]:
@@ -44,10 +50,10 @@ def explained(oracle: Oracle, seed: int) -> str:
 
 
 def run(
-    level: str, seeds: range, *, shrinks: bool = True, enough: int = ENOUGH_FAILURES
+    level: Level, seeds: range, *, shrinks: bool = True, enough: int = ENOUGH_FAILURES
 ) -> dict[str, Any]:
     """Check the histories of seeds, until enough of them have failed."""
-    oracle, seen, failures = Oracle(LEVELS[level]()), Counter[str](), list[int]()
+    oracle, seen, failures = Oracle(level), Counter[str](), list[int]()
     began, done = time.perf_counter(), 0
     for seed in seeds:
         report = oracle.check(drawn(oracle, seed), str(seed))
@@ -61,7 +67,7 @@ def run(
             break
     oracle.close()
     return {
-        "level": level,
+        "level": level.name,
         "histories": done,
         "failures": failures,
         "seconds": round(time.perf_counter() - began, 1),
@@ -78,7 +84,7 @@ def main() -> None:
     parser.add_argument("--only", action="store_true", help="this seed alone")
     arguments = parser.parse_args()
     cases = 1 if arguments.only else arguments.cases
-    result = run(arguments.level, range(arguments.seed, arguments.seed + cases))
+    result = run(LEVELS[arguments.level](), range(arguments.seed, arguments.seed + cases))
     print(json.dumps(result))
     raise SystemExit(bool(result["failures"]))
 

@@ -58,22 +58,25 @@ def params_of(drawn: DrawnRequest) -> SamplingParams:
     return SamplingParams(**{"temperature": 0.0} | fields)
 
 
+def prepare(
+    text: TextModel, output: OutputFormat, drawn: DrawnRequest, content: Content
+) -> Prepared:
+    """What the frontend makes of a client's request before the engine gets it."""
+    params = params_of(drawn)
+    prepared = _prepared(text, output, drawn, content, params)
+    return encode_words(text, prepared, params) if needs_words(params) else prepared
+
+
 def ask(
     text: TextModel,
-    output: OutputFormat,
+    prepared: Prepared,
     drawn: DrawnRequest,
     content: Content,
     name: str,
     max_seq_len: int,
-    expected: tuple[int, ...] = (),
 ) -> Asked:
-    """The request and its preparation, as the frontend makes them of a client's request."""
+    """The request as the frontend submits it."""
     params = params_of(drawn)
-    prepared = _prepared(text, output, drawn, content, params)
-    if needs_words(params):
-        prepared = encode_words(text, prepared, params)
-    if expected:
-        prepared = replace(prepared, expected=expected)
     context = GenerationContext(
         request_id=name,
         params=params,

@@ -1,6 +1,5 @@
 """Runs a history, runs each of its requests alone, and says what differs."""
 
-import asyncio
 import json
 import logging
 import random
@@ -10,17 +9,23 @@ from dataclasses import dataclass, field, replace
 
 from engine.core.errors import InferenceError, InvalidRequestError, RequestTimeoutError
 from engine.core.interfaces.request import GenerateRequest
-from tests.oracle.asking import ask
-from tests.oracle.clock import given_clock
+from engine.frontend.prompts import Prepared
+from tests.oracle.asking import Content, ask, prepare
+from tests.oracle.clock import GivenLoop, given_clock, small_pieces
 from tests.oracle.efficiency import excess, unusual_alone
 from tests.oracle.histories import History, Shape
 from tests.oracle.level import Level
-from tests.oracle.results import Result, begun_differences, broken_timelines, differences
+from tests.oracle.requests import AROUND, DrawnRequest
+from tests.oracle.results import (
+    Result,
+    begun_differences,
+    broken_spans,
+    broken_timelines,
+    differences,
+)
 from tests.oracle.run import OVERDUE_TURNS, Outcome, Run, Submitted
 
 MAX_ALONE = 4096  # results that are kept
-# Features that do not change what a request gives, and that would only disturb it alone
-AROUND = ("deadline", "reader", "progress", "priority", "salt", "tenant", "follows", "prediction")
 
 
 @dataclass
@@ -37,7 +42,8 @@ class Oracle:
     def __init__(self, level: Level) -> None:
         self.level = level
         self._alone: dict[str, Result] = {}
-        self._loop = asyncio.new_event_loop()
+        self._prepared: dict[str, Prepared] = {}
+        self._loop = GivenLoop()
 
     def close(self) -> None:
         self._loop.close()
@@ -47,7 +53,8 @@ class Oracle:
         logging.disable(logging.CRITICAL)  # injected faults are logged like real ones
         try:
             submitted = self._submitted(history, seed)
-            outcome = self._run(history, submitted, seed)
+            with small_pieces():
+                outcome = self._run(history, submitted, seed)
         finally:
             logging.disable(before)
         wrong = [*outcome.wrong, *judged(submitted, outcome, self.level.tolerance)]
@@ -55,7 +62,7 @@ class Oracle:
 
     def _run(self, history: History, submitted: list[Submitted], seed: str) -> Outcome:
         with given_clock(seed) as clock:
-            run = Run(self.level, history, submitted, clock)
+            run = Run(self.level, history, submitted, clock, self._loop)
             return self._loop.run_until_complete(run.go())
 
     def _submitted(self, history: History, seed: str) -> list[Submitted]:
@@ -67,30 +74,31 @@ class Oracle:
             if drawn["follows"] is not None:
                 follows = _conversation(found[drawn["follows"]], level.max_follows)
             content = level.content(drawn, follows)
-            told = (level.text, level.output, drawn, content, f"r{index}", level.max_seq_len)
-            asked = ask(*told)
-            each = Submitted(drawn, content, asked, Result())
-            each.alone = self._alone_result(each, shape)
-            expected = _prediction(each, random.Random(f"{seed} {index}"))
-            each.asked = ask(*told, expected)
-            found.append(each)
+            key = f"{json.dumps(shape)} {content.prompt} {drawn.key}"
+            prepared = self._prepared.get(key) or prepare(level.text, level.output, drawn, content)
+            alone = self._alone.get(key) or self._run_alone(drawn, content, prepared, shape)
+            self._keep(key, prepared, alone)
+            expected = _prediction(drawn, alone, random.Random(f"{seed} {index}"))
+            prepared = replace(prepared, expected=expected) if expected else prepared
+            asked = ask(level.text, prepared, drawn, content, f"r{index}", level.max_seq_len)
+            found.append(Submitted(drawn, content, asked, alone))
         return found
 
-    def _alone_result(self, each: Submitted, shape: Shape) -> Result:
-        key = f"{json.dumps(shape)} {each.content.prompt} {each.drawn.key}"
-        if key not in self._alone:
-            if len(self._alone) >= MAX_ALONE:
-                self._alone.clear()
-            self._alone[key] = self._run_alone(each, shape)
-        return self._alone[key]
+    def _keep(self, key: str, prepared: Prepared, alone: Result) -> None:
+        if len(self._alone) >= MAX_ALONE:
+            self._alone.clear()
+            self._prepared.clear()
+        self._alone[key], self._prepared[key] = alone, prepared
 
-    def _run_alone(self, each: Submitted, shape: Shape) -> Result:
-        level, drawn = self.level, each.drawn
+    def _run_alone(
+        self, drawn: DrawnRequest, content: Content, prepared: Prepared, shape: Shape
+    ) -> Result:
+        level = self.level
         for name in AROUND:
             drawn = drawn.without(name)
-        asked = ask(level.text, level.output, drawn, each.content, "r0", level.max_seq_len)
+        asked = ask(level.text, prepared, drawn, content, "r0", level.max_seq_len)
         history = History(shape, (drawn,), (("submit", 0),))
-        alone = replace(each, drawn=drawn, asked=asked)
+        alone = Submitted(drawn, content, asked, Result())
         outcome = self._run(history, [alone], "alone")
         alone.alone = outcome.results[0]
         if (bug := alone.alone).error == "BUG":
@@ -109,12 +117,12 @@ def _conversation(before: Submitted, most: int) -> tuple[int, ...]:
     return whole if len(whole) <= most else ()
 
 
-def _prediction(each: Submitted, rng: random.Random) -> tuple[int, ...]:
+def _prediction(drawn: DrawnRequest, alone: Result, rng: random.Random) -> tuple[int, ...]:
     """What the client expects: the right answer, with some wrong tokens."""
-    share = each.drawn["prediction"]
-    if share is None or each.alone.error is not None:
+    share = drawn["prediction"]
+    if share is None or alone.error is not None:
         return ()
-    answer = each.alone.choices[0].token_ids
+    answer = alone.choices[0].token_ids
     return tuple(token if rng.random() < share else rng.choice(answer) for token in answer)
 
 
@@ -123,17 +131,20 @@ def judged(submitted: list[Submitted], outcome: Outcome, tolerance: float) -> It
     pardons = Counter(
         nonfinite=outcome.num_marked,
         crossed=outcome.num_crossed,
-        deaths=outcome.seen["kill"] // 2 * len(submitted),
+        deaths=(outcome.seen["kill"] + outcome.seen["lose_node"]) // 2 * len(submitted),
     )
+    outcome.repeats = any(outcome.seen[kind] for kind in ("fault", "memory", "nan"))
+    outcome.repeats |= any(each.drawn["poison"] for each in submitted)
     for index, result in outcome.results.items():
         each = submitted[index]
         if index in outcome.cancelled:
             found = list(begun_differences(each.alone, result))
-        elif result.error is not None and result.error != each.alone.error:
+        elif result.error is not None and result.message != each.alone.message:
             found = list(_failure(each, result, pardons))
         else:
             found = list(_success(each, result, outcome, tolerance))
-        found += broken_timelines(result.timelines)
+        found += broken_timelines(result.timelines, repeats=outcome.repeats)
+        found += broken_spans(result) if index not in outcome.cancelled else ()
         yield from (f"request {index}: {told}" for told in found)
 
 
@@ -162,6 +173,21 @@ _REASONS = {
 }
 
 
+def _begun_wrongly(each: Submitted, result: Result, outcome: Outcome) -> Iterator[str]:
+    """A request is told that its turn has come by the first of several steps of its prompt. If
+    there is only one, its token says the same.
+    """
+    name, timelines = each.asked.request.request_id, result.timelines
+    first = next((line for line in timelines if not line.choice), None)
+    assert result.usage is not None
+    has_moved = outcome.seen["swap"] or result.usage.num_revivals
+    if first is None or has_moved or first.num_pauses or outcome.repeats:
+        return
+    count = sum(engine.channel.begun[name] for engine in outcome.engines)
+    if count != (len(first.chunks) > 1):
+        yield f"its prompt took {len(first.chunks)} steps, and {count} told that its turn has come"
+
+
 def _success(each: Submitted, result: Result, outcome: Outcome, tolerance: float) -> Iterator[str]:
     yield from differences(each.alone, result, tolerance)
     if each.num_overdue > OVERDUE_TURNS:
@@ -174,12 +200,13 @@ def _success(each: Submitted, result: Result, outcome: Outcome, tolerance: float
         yield f"{usage.cached_tokens} cached tokens of a prompt of {len(request.prompt)}"
     if not usage.num_accepted <= min(usage.num_drafted, usage.completion_tokens):
         yield f"drafts: {usage.num_accepted} of {usage.num_drafted} accepted"
-    if usage.num_revivals > outcome.seen["kill"] + outcome.seen["swap"]:
+    if usage.num_revivals > sum(outcome.seen[kind] for kind in ("kill", "lose_node", "swap")):
         yield f"{usage.num_revivals} revivals"
     if each.drawn["progress"]:
         if result.progress != sorted(set(result.progress)) or not result.progress:
             yield f"progress went back: {result.progress}"
         elif result.progress[-1] != len(request.prompt):
             yield f"progress ended at {result.progress[-1]} of {len(request.prompt)}"
+        yield from _begun_wrongly(each, result, outcome)
         if result.num_waits != 1:
             yield f"it was told {result.num_waits} times that its turn has come"

@@ -1,13 +1,18 @@
-"""The clock of a history: time passes only when the history says so. The memory is given, too."""
+"""The clock and the event loop of a history: time passes only when the history says so. The memory
+is given, too.
+"""
 
+import asyncio
 import random
+import selectors
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
-from engine.runtime.interp import steps
+from engine.runtime.interp import reports, steps
 
 # Reading what the machine has takes long.
 _ROOM = (steps, "memory_room", lambda: SimpleNamespace(plannable=2**40))
@@ -26,6 +31,35 @@ class Clock:
 
     def advance(self, seconds: float) -> None:
         self.now += seconds
+
+
+class _NoFiles(selectors.SelectSelector):
+    """Nothing of a history comes from a socket or a pipe, so nobody has to ask for it."""
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        return []
+
+
+class GivenLoop(asyncio.SelectorEventLoop):
+    """The event loop of histories, which says when all tasks wait."""
+
+    def __init__(self) -> None:
+        super().__init__(_NoFiles())
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._ready  # type: ignore[attr-defined]
+
+
+PIECE_BYTES, ROWS_PER_TURN = 512, 3  # of what a request reads, unless it is alone
+
+
+@contextmanager
+def small_pieces() -> Iterator[None]:
+    """What a request reads is made in many turns, and sent in many messages."""
+    pieces = mock.patch.object(reports, "PIECE_BYTES", PIECE_BYTES)
+    with pieces, mock.patch.object(reports, "ROWS_PER_TURN", ROWS_PER_TURN):
+        yield
 
 
 @contextmanager

@@ -7,7 +7,7 @@ a failing one can be kept and replayed.
 import json
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tests.oracle.requests import DrawnRequest, Menu, draw_prompts, draw_request
@@ -74,7 +74,7 @@ class History:
         return {each[0] for each in self.events}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Stage:
     """What the histories of a level are drawn from: its models, and options of engines."""
 
@@ -83,12 +83,16 @@ class Stage:
     without: frozenset[str] = frozenset()  # kinds of events that the level can't have
     models: tuple[str, ...] = ()  # the options that choose a model, of which "model" is its name
     menus: Mapping[str, Menu] = field(default_factory=dict)  # of models with menus of their own
+    themes: tuple[str, ...] = ()  # features of which each pool has a few often
+    calm: tuple[str, ...] = ("turns",)  # kinds of events in calm histories
+    calm_shape: Shape = field(default_factory=dict)  # and options of their engines
     max_requests: int = 7
     max_events: int = 24
 
 
-POOL_HISTORIES = 40  # that share a pool of requests, because what requests give alone takes long
+POOL_HISTORIES = 60  # that share a pool of requests, because what requests give alone takes long
 POOL_REQUESTS = 24
+NUM_THEMES, OFTEN = 3, 0.5  # frequent features of a pool, and their chance
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,9 @@ def draw_pool(
 ) -> Pool:
     model = {name: rng.choice(stage.shapes[name]) for name in stage.models}
     menu = stage.menus.get(model.get("model", ""), stage.menu)
+    if stage.themes:  # so that rare features meet
+        often = dict.fromkeys(rng.sample(stage.themes, NUM_THEMES), OFTEN)
+        menu = replace(menu, chances={**menu.chances, **often})
     prompts = draw_prompts(rng, menu, num_prompts)
     drawn = (draw_request(rng, menu, rng.choice(prompts)) for _ in range(num_requests))
     return Pool(model, tuple(drawn))
@@ -123,15 +130,25 @@ def draw_history(rng: random.Random, stage: Stage, pool: Pool | None = None) -> 
     requests = [_request(rng, pool, index) for index in range(count)]
     kinds = {name: weight for name, weight in KINDS.items() if name not in stage.without}
     if rng.random() < 0.25:
-        kinds = {"turns": 1.0}
+        kinds = {name: KINDS[name] for name in stage.calm}
+        shape |= stage.calm_shape
     events: list[Event] = [("submit", index) for index in range(count)]
     for _ in range(rng.randint(0, stage.max_events)):
         kind = rng.choices(list(kinds), list(kinds.values()))[0]
         events.insert(rng.randint(0, len(events)), _event(rng, kind, count))
-    if len(kinds) > 1 and rng.random() < 0.5:  # an engine dies while all of them may run
+    if (
+        len(kinds) > len(stage.calm) and rng.random() < 0.5
+    ):  # an engine dies while all of them may run
         last = max(index for index, each in enumerate(events) if each[0] == "submit")
         events[last + 1 : last + 1] = [("turns", rng.randint(1, 7)), _event(rng, "kill", count)]
+    if shape.get("has_node"):
+        events = [_at_node(event) if rng.random() < 0.5 else event for event in events]
     return History(shape, tuple(requests), tuple(events))
+
+
+def _at_node(event: Event) -> Event:
+    """The same event at the node."""
+    return ("lose_node", *event[1:]) if event[0] == "kill" else event
 
 
 def _request(rng: random.Random, pool: Pool, index: int) -> DrawnRequest:

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from engine.core.parsing.output import OutputFormat
 from engine.frontend.text_model import TextModel
 from tests.oracle.asking import Content
-from tests.oracle.engines import BrittleTier, Parts
+from tests.oracle.engines import Parts
 from tests.oracle.histories import Shape, Stage
 from tests.oracle.requests import DrawnRequest
 
@@ -20,12 +20,13 @@ class Level(Protocol):
     tolerance: float  # of logprobs and captured values
     max_seq_len: int
     max_follows: int  # tokens of a conversation that a request may continue
+    redis: Callable[[], Any]  # connects to a Redis server whose data is lost
 
     def alone_in(self, shape: Shape) -> Shape:
         """The shape of the fresh engine on which a request of a history runs alone."""
         ...
 
-    def parts(self, shape: Shape, longest: int, tier: BrittleTier | None) -> Parts:
+    def parts(self, shape: Shape, longest: int) -> Parts:
         """What a new engine is made of. Its pool has room for a sequence of `longest` tokens."""
         ...
 

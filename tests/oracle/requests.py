@@ -8,6 +8,7 @@ import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 Value = Any  # of JSON
@@ -33,10 +34,14 @@ class Menu:
     adapters: tuple[str, ...] = ()
     steerings: tuple[str, ...] = ()
     captures: tuple[str, ...] = ()
+    lenses: tuple[int, ...] = ()  # layers whose logits a request can read
+    patterns: tuple[int, ...] = ()  # layers whose attention a request can read
+    has_attribution: bool = False
     images: tuple[str, ...] = ()
     poisons: tuple[str, ...] = ()  # ways in which a prompt makes its own request fail
     has_deadlines: bool = False
     chances: Mapping[str, float] = field(default_factory=dict)  # of features, if not the usual ones
+    plain: float = 0.0  # the share of requests that only have plain features
     apis: tuple[str, ...] = ()  # in which a request may be sent
 
 
@@ -53,7 +58,7 @@ class DrawnRequest:
     def __contains__(self, name: str) -> bool:
         return name in self.features
 
-    @property
+    @cached_property
     def sampling(self) -> dict[str, Value]:
         """The fields of `SamplingParams` that the features set, besides texts for the frontend."""
         found: dict[str, Value] = {}
@@ -61,6 +66,11 @@ class DrawnRequest:
             if FEATURES[name].is_sampling:
                 found |= value
         return found
+
+    @property
+    def reads(self) -> bool:
+        """Whether the request reads values inside of the model."""
+        return any(name in self for name in ("captures", "lens", "pattern", "attribution"))
 
     @property
     def num_choices(self) -> int:
@@ -73,7 +83,7 @@ class DrawnRequest:
     def using(self, **features: Value) -> "DrawnRequest":
         return DrawnRequest(self.prompt, {**self.features, **features})
 
-    @property
+    @cached_property
     def key(self) -> str:
         """Equal for requests that must give the same result alone."""
         told = {name: value for name, value in self.features.items() if FEATURES[name].is_result}
@@ -169,6 +179,20 @@ def _captures(rng: random.Random, menu: Menu) -> Value:
     return [list(each) for each in zip(names, phases, strict=True)]
 
 
+def _lens(rng: random.Random, menu: Menu) -> Value:
+    """Layers, the number of tokens of each position, and which positions."""
+    if not menu.lenses:
+        return None
+    layers = sorted(rng.sample(menu.lenses, rng.randint(1, min(2, len(menu.lenses)))))
+    return [layers, rng.choice([1, 3]), rng.choice(["both", "prompt", "decode"])]
+
+
+def _pattern(rng: random.Random, menu: Menu) -> Value:
+    if not menu.patterns:
+        return None
+    return [rng.choice(menu.patterns), rng.choice(["both", "prompt", "decode"])]
+
+
 def _steering(rng: random.Random, menu: Menu) -> Value:
     if not menu.steerings:
         return None
@@ -235,6 +259,15 @@ FEATURES: dict[str, Feature] = {
     "adapter": Feature(0.2, _of("adapters"), is_sampling=False),
     "steering": Feature(0.1, _steering, is_sampling=False),
     "captures": Feature(0.12, _captures, is_sampling=False, excludes=("n",)),
+    "lens": Feature(0.06, _lens, is_sampling=False, excludes=("n",)),
+    "pattern": Feature(0.1, _pattern, is_sampling=False, excludes=("n",)),
+    # The position of the token whose logit is divided among the parts of the model
+    "attribution": Feature(
+        0.08,
+        lambda rng, menu: rng.choice([-1, -1, 0]) if menu.has_attribution else None,
+        is_sampling=False,
+        excludes=("n",),
+    ),
     "image": Feature(0.1, _image, is_sampling=False, excludes=("echo",)),
     # The share of the expected answer that is right
     "prediction": Feature(0.2, _one([1.0, 0.8, 0.0]), is_sampling=False, is_result=False),
@@ -258,10 +291,24 @@ FEATURES: dict[str, Feature] = {
 }
 
 
+# Features that do not change what a request gives, and that would only disturb it alone
+AROUND = ("deadline", "reader", "progress", "priority", "salt", "tenant", "follows", "prediction")
+
+# Features that meet others in a state: of a sampler, of a choice, of what the client has by now
+THEMES = ("penalties", "mirostat", "dry", "min_tokens", "stop_regex", "stop", "n", "logprobs")
+THEMES += ("score_prompt", "grammar", "tools", "reasoning", "adapter", "prediction", "progress")
+# Features with which a small model guesses what the model samples
+PLAIN = {"seed", "max_tokens", "temperature", "top_k", "top_p", "min_p", "ignore_eos", "stop"}
+PLAIN |= {"stop_token_ids", "n", "logprobs", "echo", *AROUND}
+
+
 def draw_request(rng: random.Random, menu: Menu, prompt: tuple[int, ...]) -> DrawnRequest:
     """A request with this prompt. Each feature is drawn on its own, so every pair meets."""
     drawn: dict[str, Value] = {}
+    is_plain = menu.plain and rng.random() < menu.plain
     for name, feature in FEATURES.items():
+        if is_plain and name not in PLAIN:
+            continue
         if rng.random() >= menu.chances.get(name, feature.chance):
             continue
         if any(name in FEATURES[other].excludes or other in feature.excludes for other in drawn):

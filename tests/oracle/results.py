@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from engine.core.interfaces.backend import (
     Event,
@@ -14,7 +15,9 @@ from engine.core.interfaces.backend import (
     ToolCallEvent,
     UsageEvent,
 )
-from engine.core.interfaces.timeline import Timeline
+from engine.core.interfaces.timeline import MAX_CHUNKS, Timeline
+from engine.core.observability.trace_phases import details_of, phases_of
+from engine.core.observability.tracing import BackendWork
 
 EXACT = 0.0
 
@@ -41,6 +44,9 @@ class Result:
     message: str = ""
     usage: UsageEvent | None = None
     captured: bytes | None = None
+    submitted_at: float = 0.0
+    first_token_at: float | None = None
+    ended_at: float = 0.0
     progress: list[int] = field(default_factory=list)  # prompt tokens that were computed
     timelines: list[Timeline] = field(default_factory=list)
     num_waits: int = 0  # how often it was told that its turn has come
@@ -150,13 +156,27 @@ def captured_differences(alone: bytes | None, got: bytes | None, tolerance: floa
     from engine.core.interp.results import InterpResult
 
     first, second = InterpResult(alone), InterpResult(got)
-    if first.facts != second.facts:
+    if not _same_facts(first.facts, second.facts, tolerance):
         yield f"captured: {json.dumps(first.facts)} alone, {json.dumps(second.facts)} here"
         return
     for name, tensor in first.tensors.items():
-        a, b = (np.frombuffer(each.data, np.float32) for each in (tensor, second.tensors[name]))
+        kind = np.int32 if tensor.dtype == "I32" else np.float32
+        a, b = (np.frombuffer(each.data, kind) for each in (tensor, second.tensors[name]))
         if a.shape != b.shape or not np.allclose(a, b, rtol=tolerance, atol=tolerance):
             yield f"captured: the values of tensor {name} differ"
+
+
+def _same_facts(a: Any, b: Any, tolerance: float) -> bool:
+    """Whether two values of JSON are equal, but for rounding."""
+    if isinstance(a, float) and isinstance(b, float):
+        return _close(a, b, tolerance)
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same_facts(a[k], b[k], tolerance) for k in a)
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(
+            _same_facts(x, y, tolerance) for x, y in zip(a, b, strict=True)
+        )
+    return bool(a == b)
 
 
 def begun_differences(alone: Result, got: Result, *, both_are_cut: bool = False) -> Iterator[str]:
@@ -177,9 +197,10 @@ def begun_differences(alone: Result, got: Result, *, both_are_cut: bool = False)
             yield f"choice {index}: more logprobs than alone"
 
 
-def broken_timelines(timelines: Iterable[Timeline]) -> Iterator[str]:
+def broken_timelines(timelines: Iterable[Timeline], *, repeats: bool) -> Iterator[str]:
     """What is wrong with the explanation of a request: its times are in order, the parts of each
-    wait sum to the wait, and the parts of the prompt to what was computed of it.
+    wait sum to the wait, and the parts of the prompt to what was computed of it. With `repeats`,
+    steps that failed were repeated.
     """
     for each in timelines:
         times = (each.submitted_at, each.queued_at, each.started_at, each.first_token_at)
@@ -196,5 +217,43 @@ def broken_timelines(timelines: Iterable[Timeline]) -> Iterator[str]:
             yield f"explanation: {each.num_cached} of {each.num_prompt} prompt tokens were cached"
         if each.decode.seconds < 0 or each.decode.mixed_s - 1e-9 > each.decode.seconds:
             yield f"explanation: decode {each.decode}"
-        if any(chunk.ended_at < chunk.began_at for chunk in each.chunks):
-            yield f"explanation: a step ended before it began: {each.chunks}"
+        yield from _broken_chunks(each, repeats)
+
+
+def _broken_chunks(timeline: Timeline, repeats: bool) -> Iterator[str]:
+    chunks = timeline.chunks
+    if any(chunk.ended_at < chunk.began_at for chunk in chunks):
+        yield f"explanation: a step ended before it began: {chunks}"
+    # Of other sequences, some tokens are computed again.
+    is_plain = not (timeline.num_pauses or timeline.num_resumed or repeats)
+    if is_plain and timeline.first_token_at is not None and len(chunks) < MAX_CHUNKS:
+        parts = [(chunk.start, chunk.start + chunk.count) for chunk in chunks]
+        ends = [timeline.num_cached, *(end for _, end in parts)]
+        if [start for start, _ in parts] != ends[:-1] or ends[-1] != timeline.num_prompt:
+            yield f"explanation: parts {parts} of {timeline.num_prompt} prompt tokens"
+
+
+def broken_spans(result: Result) -> Iterator[str]:
+    """What is wrong with the trace of a request: its phases follow each other and fill its time,
+    and each detail lies in this time.
+    """
+    if result.error is not None:
+        return
+    work = BackendWork(
+        request=None,
+        submitted_at=result.submitted_at,
+        first_token_at=result.first_token_at,
+        ended_at=result.ended_at,
+        usage=result.usage,
+        finish_reasons=(),
+        timelines=result.timelines,
+        longest=0,
+        error_code=None,
+    )
+    phases = phases_of(work, result.submitted_at, None)
+    times = [result.submitted_at, *(each.ended_at for each in phases)]
+    if [each.began_at for each in phases] != times[:-1] or times[-1] != result.ended_at:
+        yield f"trace: the phases do not fill the time: {phases}"
+    for each in (*phases, *details_of(work)):
+        if not result.submitted_at <= each.began_at <= each.ended_at <= result.ended_at:
+            yield f"trace: {each} lies outside of the request, or ends before it begins"

@@ -8,8 +8,8 @@ from engine.core import faults
 from engine.core.faults import Fault
 from engine.runtime.speculation.drafts import Speculation
 from tests.oracle.asking import Asked, Content
-from tests.oracle.clock import Clock
-from tests.oracle.engines import BrittleTier, Engine, Work
+from tests.oracle.clock import Clock, GivenLoop
+from tests.oracle.engines import Engine, Storage, Work
 from tests.oracle.histories import Event, History
 from tests.oracle.level import Level
 from tests.oracle.requests import DrawnRequest
@@ -17,6 +17,7 @@ from tests.oracle.results import Result
 from tests.oracle.server import Reading, Server
 
 MAX_TURNS = 3000
+STRANGE_REQUESTS = 2
 LAST_TURNS = 3  # steps in flight end, and idle engines tidy up
 OVERDUE_TURNS = 3  # after so many turns past its deadline, a request must have ended
 
@@ -43,6 +44,7 @@ class Outcome:
     seen: Counter[str] = field(default_factory=Counter)  # how often each kind of thing happened
     num_marked: int = 0  # rows that a fault made not finite
     num_crossed: int = 0  # faults that met a request which makes its own steps fail
+    repeats: bool = False  # whether steps were repeated, because they failed
     engines: list[Engine] = field(default_factory=list)
     work: Work = field(default_factory=Work)
 
@@ -51,27 +53,45 @@ class Run:
     """One history of one level."""
 
     def __init__(
-        self, level: Level, history: History, submitted: list[Submitted], clock: Clock
+        self,
+        level: Level,
+        history: History,
+        submitted: list[Submitted],
+        clock: Clock,
+        loop: GivenLoop,
     ) -> None:
         self._level, self._history, self._submitted = level, history, submitted
         self._clock = clock
-        self._tier = BrittleTier() if history.shape["has_tier"] else None
+        self._storage = Storage(history.shape["tiers"], history.shape["policy"], level.redis)
         self._longest = max(map(_longest, submitted))
-        self._server = Server(level.text, clock, self._new_engine)
+        has_node = bool(history.shape.get("has_node"))
+        self._server = Server(level.text, clock, loop, self._new_engine, has_node=has_node)
         self.outcome = Outcome()
 
     def _new_engine(self) -> Engine:
         shape = self._history.shape
-        engine = Engine(self._level.parts(shape, self._longest, self._tier), shape)
+        engine = Engine(self._level.parts(shape, self._longest), shape, self._storage.tiers())
         self.outcome.engines.append(engine)
         return engine
 
     async def go(self) -> Outcome:
+        shape = self._history.shape
+        if shape.get("has_stranger") and shape["tiers"] and shape["sharing"]:
+            self._let_stranger_answer()
         await self._server.open()
         for event in self._history.events:
             await self._happen(event)
         await self._finish()
         return self.outcome
+
+    def _let_stranger_answer(self) -> None:
+        """A model with other weights computes some requests, and leaves its blocks in the tiers."""
+        shape = {**self._history.shape, "weights": 1, "tight": False}
+        engine = Engine(self._level.parts(shape, self._longest), shape, self._storage.tiers())
+        for each in self._submitted[:STRANGE_REQUESTS]:
+            engine.channel.put(each.asked.request)
+        while not engine.is_idle:
+            engine.turn()
 
     async def _happen(self, event: Event) -> None:
         kind, *rest = event
@@ -81,10 +101,12 @@ class Run:
     async def _submit(self, index: int) -> None:
         each = self._submitted[index]
         self._server.submit(each.asked.request, each.asked.prepared, each.drawn)
-        await self._server.settle(1)
+        await self._server.settle()
 
     async def _turns(self, count: int) -> None:
         for _ in range(count):
+            if self._server.is_quiet:
+                return
             await self._turn()
 
     async def _turn(self) -> None:
@@ -108,16 +130,19 @@ class Run:
             await reading.cancel()
 
     async def _evict(self, count: int) -> None:
-        self._server.engine.kv.radix.evict(count)
+        for engine in self._server.engines:
+            engine.kv.radix.evict(count)
 
     async def _flush(self) -> None:
         self._server.control("flush_cache")
 
     async def _shrink(self, count: int) -> None:
-        self._server.engine.shrink(count)
+        for engine in self._server.engines:
+            engine.shrink(count)
 
     async def _grow(self) -> None:
-        self._server.engine.grow()
+        for engine in self._server.engines:
+            engine.grow()
 
     async def _fault(self, point: str, at: int) -> None:
         await self._strike(Fault(point, at=at))
@@ -138,6 +163,9 @@ class Run:
     async def _kill(self, num_read: int) -> None:
         await self._server.kill(num_read)
 
+    async def _lose_node(self, num_read: int) -> None:
+        await self._server.lose_node(num_read)
+
     async def _swap(self) -> None:
         await self._server.swap()
 
@@ -148,12 +176,10 @@ class Run:
         self._server.client.late_turns = turns
 
     async def _tier_lost(self) -> None:
-        if self._tier is not None:
-            self._tier.close()
+        self._storage.lose()
 
     async def _tier_fails(self, count: int) -> None:
-        if self._tier is not None:
-            self._tier.num_failures = count
+        self._storage.num_failures = count
 
     async def _load_adapter(self, number: int) -> None:
         if (path := self._level.adapter_path(number)) is not None:
@@ -161,12 +187,12 @@ class Run:
 
     async def _wait(self, seconds: float) -> None:
         self._clock.advance(seconds)
-        await self._server.settle(1)
+        await self._server.settle()
 
     async def _finish(self) -> None:
         """Without further events, every request ends, and nothing stays held."""
         server, outcome = self._server, self.outcome
-        server.engine.grow()
+        await self._grow()
         for _ in range(MAX_TURNS):
             if server.is_done:
                 break
@@ -175,18 +201,21 @@ class Run:
         else:
             open_ids = [name for name, each in server.readings.items() if not each.task.done()]
             outcome.wrong.append(f"no end of {', '.join(open_ids)} after {MAX_TURNS} turns")
-        await self._turns(LAST_TURNS)
+        for _ in range(LAST_TURNS + server.client.frozen_turns):
+            await self._turn()
         for index in range(len(self._submitted)):
             if (reading := server.readings.get(f"r{index}")) is not None:
                 outcome.results[index] = reading.result
         if server.is_done:
-            outcome.wrong += server.engine.problems()
-            if not server.engine.is_idle:
-                outcome.wrong.append("the engine still works when every client has its answer")
+            for engine in server.engines:
+                outcome.wrong += engine.problems()
+                if not engine.is_idle:
+                    outcome.wrong.append("an engine still works when every client has its answer")
         if server.link.num_open:
             outcome.wrong.append(f"the frontend keeps {server.link.num_open} requests open")
         outcome.wrong += server.deaths
         await server.close()
+        self._storage.close()
         self._count()
 
     def _count(self) -> None:

@@ -4,11 +4,12 @@ drives, kills, replaces and stops.
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from engine.core.errors import EngineError, UnavailableError
-from engine.core.interfaces.backend import PromptProgress
+from engine.core.interfaces.backend import Event, PromptProgress
 from engine.core.interfaces.request import (
     Control,
     FromEngine,
@@ -24,11 +25,13 @@ from engine.frontend.prompts import Prepared
 from engine.frontend.text_model import TextModel
 from engine.ipc.child_process import RestartPolicy
 from engine.ipc.connection import joined
-from tests.oracle.clock import Clock
+from engine.routing.nodes.pool import NodePool
+from tests.oracle.clock import Clock, GivenLoop
 from tests.oracle.engines import Engine
 from tests.oracle.results import Result
 
 MAX_REVIVALS = 1000
+MAX_WAKES = 1000  # of tasks, one after the other, until all wait
 RESTART_S = 30.0  # longer than any pause before a restart
 TURN_S = 0.01
 SLOW_EVENTS = 3  # that a slow client reads at a time
@@ -78,6 +81,11 @@ class DrivenClient:
     async def stop(self) -> None:
         self.engine = None
 
+    @property
+    def is_late(self) -> bool:
+        """Whether the engine stands still, or the frontend has not read all messages."""
+        return bool(self.unread or self.late_turns or self.frozen_turns)
+
     def turn(self) -> None:
         if self.engine is None:
             return
@@ -116,8 +124,11 @@ class DrivenClient:
 class Reading:
     """A client that reads the answer to its request."""
 
-    def __init__(self, generation: Generation, result: Result, reader: str | None) -> None:
-        self.result, self._generation = result, generation
+    def __init__(
+        self, generation: Generation, result: Result, reader: str | None, clock: Clock
+    ) -> None:
+        self.result, self._generation, self._clock = result, generation, clock
+        result.submitted_at = clock.now
         self._gate = asyncio.Event()
         self._is_slow = reader == "slow"
         read = self._feed if reader is None else self._iterate
@@ -130,14 +141,20 @@ class Reading:
             self.result.error, self.result.message = error.error_code, error.message
         except Exception as error:
             self.result.error, self.result.message = "BUG", f"{type(error).__name__}: {error}"
+        self.result.ended_at = self._clock.now
+
+    def _take(self, event: Event) -> None:
+        if self.result.first_token_at is None:
+            self.result.first_token_at = self._clock.now
+        self.result.take(event)
 
     async def _feed(self) -> None:
-        await self._generation.feed(self.result.take)
+        await self._generation.feed(self._take)
 
     async def _iterate(self) -> None:
         count = 0
         async for event in self._generation:
-            self.result.take(event)
+            self._take(event)
             count += 1
             if self._is_slow and count % SLOW_EVENTS == 0:
                 self._gate.clear()
@@ -157,35 +174,65 @@ class Reading:
 
 
 class Server:
-    """One link at a time, and the clients. `new_engine` makes the engine of a new process."""
+    """One link at a time, and the clients. `new_engine` makes the engine of a new process. With
+    `has_node`, a node takes a part of the requests.
+    """
 
-    def __init__(self, text: TextModel, clock: Clock, new_engine: Callable[[], Engine]) -> None:
-        self._text, self._clock, self._new_engine = text, clock, new_engine
-        self.clients: list[DrivenClient] = []
-        self.link = self._new_link()
+    def __init__(
+        self,
+        text: TextModel,
+        clock: Clock,
+        loop: GivenLoop,
+        new_engine: Callable[[], Engine],
+        *,
+        has_node: bool = False,
+    ) -> None:
+        self._text, self._clock, self._loop, self._new_engine = text, clock, loop, new_engine
+        self._has_node = has_node
+        self.clients: list[DrivenClient] = []  # of this server's own engines, the last one runs
+        self.nodes: list[DrivenClient] = []  # all that ever joined, the last one is here
+        self._own = self._new_own()
+        self.link: EngineLink | NodePool = self._own
         self.readings: dict[str, Reading] = {}
-        self.num_deaths = 0
 
-    def _new_link(self) -> EngineLink:
-        def make_client(on_message: Any, on_exit: Any) -> DrivenClient:
-            self.clients.append(DrivenClient(self._new_engine, on_message, on_exit))
-            return self.clients[-1]
-
+    def _new_own(self) -> EngineLink:
         policy = RestartPolicy(max_deaths=MAX_REVIVALS, clock=self._clock)
-        return EngineLink(make_client, policy, max_revivals=MAX_REVIVALS)
+        connect = functools.partial(self._connect, self.clients)
+        return EngineLink(connect, policy, max_revivals=MAX_REVIVALS)
+
+    def _connect(self, clients: list[DrivenClient], on_message: Any, on_exit: Any) -> DrivenClient:
+        clients.append(DrivenClient(self._new_engine, on_message, on_exit))
+        return clients[-1]
 
     @property
     def client(self) -> DrivenClient:
         return self.clients[-1]
 
     @property
-    def engine(self) -> Engine:
-        engine = self.client.engine
-        assert engine is not None, "no engine runs"
-        return engine
+    def _running(self) -> list[DrivenClient]:
+        return [self.client, *self.nodes[-1:]]
+
+    @property
+    def engines(self) -> list[Engine]:
+        return [each.engine for each in self._running if each.engine is not None]
 
     async def open(self) -> None:
-        await self.link.start()
+        if not self._has_node:
+            self.link = self._own
+            await self._own.start()
+            return
+        self.link = pool = NodePool(self._own, "", MAX_REVIVALS)
+        await pool.start()
+        assert pool.own is not None
+        pool.begin(pool.own)
+        await self._join(pool)
+
+    async def _join(self, pool: NodePool) -> None:
+        """A node joins."""
+        connect = functools.partial(self._connect, self.nodes)
+        engine = pool.add(f"node {len(self.nodes)}", connect)
+        await engine.link.start()
+        pool.begin(engine)
 
     def submit(self, request: GenerateRequest, prepared: Prepared, features: Any) -> None:
         result, notes = Result(), RequestNotes()
@@ -203,7 +250,7 @@ class Server:
         told = (on_progress if request.reports_progress else None, notes, on_captured)
         waits = on_wait if request.tells_begin else None
         generation = Generation(request, self._text, prepared, self.link, *told, waits)
-        reading = Reading(generation, result, features["reader"])
+        reading = Reading(generation, result, features["reader"], self._clock)
         self.readings[request.request_id] = reading
         try:
             self.link.submit(request, generation)
@@ -212,29 +259,47 @@ class Server:
             reading.task.cancel()
 
     async def turn(self) -> None:
-        self.client.turn()
+        for each in self._running:
+            each.turn()
         self._clock.advance(TURN_S)
-        await self.settle(2)
+        await self.settle()
 
-    async def settle(self, count: int = 4) -> None:
-        """Let the tasks of clients and links run."""
-        for _ in range(count):
+    async def settle(self) -> None:
+        """Let the tasks of clients and links run until all of them wait."""
+        for _ in range(MAX_WAKES):
+            if self._loop.is_idle:
+                return
             await asyncio.sleep(0)
+        raise AssertionError("the tasks of clients and links never wait")
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing is going to happen by itself."""
+        is_read = not any(each.is_late for each in self._running)
+        return is_read and self.is_done and all(each.is_idle for each in self.engines)
 
     async def kill(self, num_read: int) -> None:
-        self.num_deaths += 1
+        """This server's own engine dies, and is restarted."""
         self.client.die(num_read)
         await self.settle()
         self._clock.advance(RESTART_S)
-        while self.link.ready is None:
+        while self._own.ready is None:
             await asyncio.sleep(0)
 
+    async def lose_node(self, num_read: int) -> None:
+        """The node is lost, and another one joins."""
+        if isinstance(self.link, NodePool):
+            self.nodes[-1].die(num_read)
+            await self.settle()
+            await self._join(self.link)
+
     async def swap(self) -> None:
-        """A new engine takes over all requests."""
-        old, client, self.link = self.link, self.client, self._new_link()
-        await self.link.start()
+        """New engines take over all requests."""
+        old, clients, self._own = self.link, self._running, self._new_own()
+        await self.open()
         old.hand_over(self.link)
-        client.turn()  # what the old engine still sends is for nobody
+        for each in clients:
+            each.turn()  # what the old engines still send is for nobody
         await old.stop()
 
     def control(self, action: Any, value: str = "") -> None:
@@ -246,7 +311,7 @@ class Server:
 
     @property
     def deaths(self) -> list[str]:
-        return [client.death for client in self.clients if client.death]
+        return [each.death for each in (*self.clients, *self.nodes) if each.death]
 
     @property
     def is_done(self) -> bool:

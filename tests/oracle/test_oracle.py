@@ -4,6 +4,7 @@
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,14 @@ from tests.oracle.__main__ import drawn, run
 from tests.oracle.check import Oracle
 from tests.oracle.histories import POOL_HISTORIES, History
 from tests.oracle.level import LEVELS
+from tests.oracle.toy import ToyLevel
+from tests.support.servers.redis_server import PROGRAM, RedisServer
 
 # Histories that once differed, each with what was wrong
 FAILING = Path(__file__).with_name("failing.jsonl")
 # What the histories of a level must meet, so that they mean something
 MET = ("preemptions", "hits", "loads", "revivals", "accepted", "rejected", "swap", "nan", "cancel")
+MET += ("lose_node", "exact")
 
 
 def kept() -> list[tuple[str, str, History]]:
@@ -25,7 +29,7 @@ def kept() -> list[tuple[str, str, History]]:
 
 
 def test_toy_requests_give_what_they_give_alone() -> None:
-    result = run("toy", range(1, 301))
+    result = run(LEVELS["toy"](), range(1, 301))
     assert not result["failures"], f"python -m tests.oracle --only --seed {result['failures'][0]}"
     assert not [kind for kind in MET if not result["seen"].get(kind)]
 
@@ -34,9 +38,22 @@ def test_toy_requests_give_what_they_give_alone() -> None:
 @pytest.mark.parametrize("level", ["native", pytest.param("torch", marks=pytest.mark.integration)])
 def test_tiny_models_requests_give_what_they_give_alone(level: str) -> None:
     """One history of each of several pools, whose models differ."""
-    result = run(level, range(0, 16 * POOL_HISTORIES, POOL_HISTORIES))
+    result = run(LEVELS[level](), range(0, 16 * POOL_HISTORIES, POOL_HISTORIES))
     assert not result["failures"], (level, result["failures"])
     assert result["seen"]["revivals"] and result["seen"]["hits"]
+
+
+@pytest.mark.integration
+@pytest.mark.skipif(PROGRAM is None, reason="needs redis-server")
+def test_toy_requests_give_what_they_give_alone_with_redis(tmp_path: Path) -> None:
+    level, redis = ToyLevel(), RedisServer(tmp_path)
+    shapes = {**level.stage.shapes, "tiers": ("redis", "host redis"), "sharing": (True,)}
+    level.stage, level.redis = replace(level.stage, shapes=shapes), redis.client
+    try:
+        result = run(level, range(1, 151))
+    finally:
+        redis.stop()
+    assert not result["failures"] and result["seen"]["loads"]
 
 
 @pytest.mark.parametrize(("level", "was", "history"), kept())

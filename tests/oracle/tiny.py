@@ -17,9 +17,9 @@ from engine.runtime.model_runner import ModelRunner, RunnerConfig
 from engine.runtime.requests.images import ImageStore
 from engine.weights.model import open_model
 from tests.oracle.asking import Content
-from tests.oracle.engines import BrittleTier, GivenGrammars, Parts
+from tests.oracle.engines import GivenGrammars, Parts, no_redis
 from tests.oracle.histories import Shape, Stage
-from tests.oracle.requests import DrawnRequest, Menu
+from tests.oracle.requests import THEMES, DrawnRequest, Menu
 from tests.oracle.texts import (
     BAD_WORDS,
     BREAKERS,
@@ -65,7 +65,9 @@ MENU = Menu(
 )
 _READ = {"steerings": ("up", "down"), "captures": SITES}
 MENUS = {
-    "llama": replace(MENU, adapters=("2", "3", "5"), **_READ),
+    "llama": replace(
+        MENU, adapters=("2", "3", "5"), lenses=(0, 2), patterns=(1,), has_attribution=True, **_READ
+    ),
     "ministral": MENU,  # sliding windows with blocks of their own
     "qwen3_moe": replace(MENU, steerings=("up",), captures=SITES[:1]),  # experts
     "deepseek_v2": replace(MENU, captures=SITES[:1]),  # latent attention, experts
@@ -82,7 +84,8 @@ SHAPES = {
     "has_draft_model": (True, False),
     "paces": (True, False),
     "policy": ("lru", "lfu"),
-    "has_tier": (True, False),
+    "tiers": ("", "", "host", "host", "disk", "host disk"),
+    "frames": ("", "", "exact", "least"),
     "grammar_delay": (0, 0, 3),
     "block_size": (BLOCK_SIZE,),
     "depth": (0,),
@@ -111,15 +114,16 @@ class TinyLevel:
 
     def __init__(self, framework: str, tolerance: float) -> None:
         self.name, self.tolerance = framework, tolerance
-        self.stage = Stage(MENU, SHAPES, models=("model",), menus=MENUS)
+        self.stage = Stage(MENU, SHAPES, models=("model",), menus=MENUS, themes=THEMES)
+        self.redis: Callable[[], Any] = no_redis
         self._loaded: dict[str, Loaded] = {}
 
     def alone_in(self, shape: Shape) -> Shape:
         given = {"tight": False, "max_slots": 5, "budget": 128, "sharing": False}
-        plain = {"speculates": False, "has_tier": False, "grammar_delay": 0, "depth": 0}
+        plain = {"speculates": False, "tiers": "", "grammar_delay": 0, "depth": 0, "policy": "lru"}
         return given | plain | {"model": shape["model"], "block_size": BLOCK_SIZE}
 
-    def parts(self, shape: Shape, longest: int, tier: BrittleTier | None) -> Parts:
+    def parts(self, shape: Shape, longest: int) -> Parts:
         loaded = self._load(shape["model"])
         spec = loaded.runner.spec
         count = -(-longest // BLOCK_SIZE) + 1
@@ -138,7 +142,6 @@ class TinyLevel:
             draft=loaded.draft if shape.get("has_draft_model") else None,
             images=images,
             adapters=adapters,
-            tier=tier,
         )
 
     def content(self, drawn: DrawnRequest, follows: tuple[int, ...]) -> Content:

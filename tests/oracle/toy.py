@@ -1,19 +1,30 @@
 """The toy level: a model without weights, and thousands of requests in the time of one real one."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
-from engine.core.interfaces.interp import Capture, Edit, InterpRequest, Phase, Span
+from engine.core.interfaces.interp import (
+    AttentionPattern,
+    Attribution,
+    Capture,
+    Edit,
+    InterpRequest,
+    Lens,
+    Phase,
+    Span,
+)
 from engine.core.interfaces.request import AdapterRef, ImageInput
 from engine.runtime.groups.windows import min_window_blocks
 from engine.runtime.model_runner import RunnerSpec
 from engine.runtime.requests.images import ImageStore
 from tests.oracle.asking import Content
-from tests.oracle.engines import BrittleTier, GivenGrammars, Parts
+from tests.oracle.engines import GivenGrammars, Parts, no_redis
 from tests.oracle.histories import Shape, Stage
-from tests.oracle.requests import DrawnRequest, Menu
+from tests.oracle.requests import THEMES, DrawnRequest, Menu
 from tests.oracle.texts import (
     BAD_WORDS,
     BREAKERS,
@@ -52,11 +63,20 @@ MENU = Menu(
     breakers=BREAKERS,
     grammars=REGEXES,
     num_tools=1,
-    chances={"penalties": 0.25, "mirostat": 0.12, "dry": 0.12, "xtc": 0.08},
+    chances={
+        "logprobs": 0.4,
+        "prediction": 0.3,
+        "progress": 0.2,
+        "n": 0.25,
+        "mirostat": 0.12,
+        "temperature": 0.8,
+    },
+    plain=0.25,
     has_reasoning=True,
     adapters=("red", "green", "blue"),
     steerings=("up", "down"),
     captures=tuple(site.name for site in SITES),
+    lenses=(0, 1),
     images=("cat", "dog"),
     poisons=("nan", "crash"),
     has_deadlines=True,
@@ -69,11 +89,14 @@ SHAPES = {
     "budget": (5, 8, 16, 128),
     "sharing": (True, True, True, True, False),
     "speculates": (True, False),
-    "has_draft_model": (True, False),
-    "guessed": (0.0, 0.8, 1.0),
+    "has_draft_model": (True, True, False),
+    "guessed": (0.0, 0.8, 1.0, 1.0),
     "paces": (True, False),
     "policy": ("lru", "lfu", "fifo"),
-    "has_tier": (True, False),
+    "tiers": ("", "", "", "host", "host", "host", "disk", "host disk"),
+    "frames": ("", "", "exact", "least"),
+    "has_node": (False, False, False, False, True),
+    "has_stranger": (False, True),  # another model that has used the same tiers
     "model": ("plain", "plain", "plain", "window", "state"),
     "window": (3, 6, 17),
     "grammar_delay": (0, 0, 3),
@@ -86,19 +109,21 @@ class ToyLevel:
     max_follows = 20
     alone: Shape = {
         **{"block_size": 4, "depth": 0, "tight": False, "max_slots": 4, "budget": 256},
-        **{"sharing": False, "model": "plain", "has_tier": False, "grammar_delay": 0},
+        **{"sharing": False, "policy": "lru", "model": "plain", "tiers": "", "grammar_delay": 0},
     }
 
     def __init__(self) -> None:
-        self.stage = Stage(MENU, SHAPES, models=("model", "window"))
+        calm = {"calm": ("turns", "evict", "flush"), "calm_shape": {"tight": False}}
+        self.stage = Stage(MENU, SHAPES, models=("model", "window"), themes=THEMES, **calm)
+        self.redis: Callable[[], Any] = no_redis
 
     def alone_in(self, shape: Shape) -> Shape:
         """The shape for a request alone. The kind of the model decides its answers."""
         return self.alone | {name: shape.get(name, 0) for name in ("model", "window")}
 
-    def parts(self, shape: Shape, longest: int, tier: BrittleTier | None) -> Parts:
+    def parts(self, shape: Shape, longest: int) -> Parts:
         spec = _spec(shape, longest)
-        runner = WholeToyRunner(spec)
+        runner = WholeToyRunner(spec, shape.get("weights", 0))
         draft = None
         if shape.get("has_draft_model"):
             own = RunnerSpec(spec.block_size, 24 + 1, 2, MAX_SEQ_LEN, VOCAB, spec.depth)
@@ -109,7 +134,6 @@ class ToyLevel:
             draft=draft,
             images=ImageStore(ToyEncoder(), embed_bytes=8),
             adapters=partial(InlinePlaces, runner, read_adapter, 2, 1),
-            tier=tier,
             num_blocks=spec.num_blocks - 1,
             speculates=bool(shape.get("speculates")) and not spec.has_state,
         )
@@ -139,19 +163,28 @@ class ToyLevel:
 
 def interp_of(drawn: DrawnRequest, width: int, edited: str) -> InterpRequest | None:
     """What a request reads and changes. `edited` is the site that it steers at."""
-    if drawn["captures"] is None and drawn["steering"] is None:
+    if not drawn.reads and drawn["steering"] is None:
         return None
 
     def span(phase: Phase) -> Span:
         return Span(phase=phase)
 
-    captures = tuple(Capture(site, span(phase)) for site, phase in drawn["captures"] or ())
     edits: tuple[Edit, ...] = ()
+    lens = pattern = attribution = None
     if drawn["steering"] is not None:
         name, phase = drawn["steering"]
         vector = np.full(width, 0.25 if name == "up" else -0.25, np.float32).tobytes()
         edits = (Edit(edited, "add", 0.5, (vector,), span(phase)),)
-    return InterpRequest(captures, edits)
+    if drawn["lens"] is not None:
+        layers, top, phase = drawn["lens"]
+        lens = Lens(tuple(layers), top, span(phase))
+    if drawn["pattern"] is not None:
+        layer, phase = drawn["pattern"]
+        pattern = AttentionPattern((layer,), None, span(phase))
+    if drawn["attribution"] is not None:
+        attribution = Attribution(None, drawn["attribution"])
+    captures = tuple(Capture(site, span(phase)) for site, phase in drawn["captures"] or ())
+    return InterpRequest(captures, edits, lens, pattern, attribution)
 
 
 def _spec(shape: Shape, longest: int) -> RunnerSpec:
@@ -162,7 +195,7 @@ def _spec(shape: Shape, longest: int) -> RunnerSpec:
     spec = RunnerSpec(size, count + 1, 5, MAX_SEQ_LEN, VOCAB, shape["depth"])
     if shape["model"] == "window":
         window = shape["window"]
-        num = min_window_blocks(window, size, 1) + (8 if shape["tight"] else 64) // size
+        num = min_window_blocks(window, size, 1) + (8 if shape["tight"] else 160) // size
         spec = replace(spec, window=window, num_window_blocks=num + 2)
     elif shape["model"] == "state":
         spec = replace(spec, has_state=True, num_checkpoints=4 if shape["tight"] else 16)

@@ -53,12 +53,12 @@ def _number(values: np.ndarray) -> int:
 
 
 class WholeToyRunner(ToyRunner):
-    """The toy model with adapters, images and taps."""
+    """The toy model with adapters, images and taps. Other weights give other results."""
 
-    kv_identity = "whole toy"
-
-    def __init__(self, spec: RunnerSpec) -> None:
+    def __init__(self, spec: RunnerSpec, weights: int = 0) -> None:
         super().__init__(spec)
+        self._weights = weights
+        self.kv_identity = f"whole toy {weights}"
         self.config: Any = None
         self.sites = SITES
         self._adapters: dict[int, str] = {}
@@ -93,6 +93,8 @@ class WholeToyRunner(ToyRunner):
 
     def new_cell(self, inputs: BatchInputs, row: int, index: int, parent: int, token: int) -> int:
         cell = mix(parent, self._images.get(index, token))
+        if self._weights:
+            cell = mix(cell, self._weights)
         if place := int(inputs.adapter_ids[row]):
             cell = mix(cell, *self._adapters[place].encode())
         if index in self._taps and inputs.taps is not None:

@@ -77,9 +77,8 @@ class ChainSampler:
         if params.mirostat and num_generated:
             assert seq.rules is not None
             mu = seq.rules.surprise_limits[num_generated - 1]
-        kept, kept_logits = candidates(
-            ids, adjusted[ids], params, xtc_chance(seq, position), mu, self._vocab_size
-        )
+        chance = xtc_chance(seq, position) if params.xtc_probability else 1.0
+        kept, kept_logits = candidates(ids, adjusted[ids], params, chance, mu, self._vocab_size)
         keys = row_keys(*_noise_inputs(seq.seed, seq.choice, position))
         index = int((kept_logits + gumbel(np, keys, self._words[kept])[0]).argmax())
         if params.mirostat:

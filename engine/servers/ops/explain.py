@@ -139,6 +139,9 @@ def _backend_cause(record: RequestRecord, accepted_at: float) -> Cause:
         return Cause("backend", seconds, f"{who} sent no token within {_s(seconds)}.")
     first_s = record.started + record.ttft_s - accepted_at
     what = f"{who} took {_s(first_s)} to its first token, and {_s(seconds)} to the last."
+    if record.usage is not None and record.usage.num_revivals:
+        # The engine that ended it died before it told what it had done.
+        return Cause("revival", seconds, f"The engine died, and the request went on. {what}")
     return Cause("backend", seconds, what)
 
 

@@ -147,7 +147,8 @@ class HttpRun:
         if not await server.finish([each.connection for each in clients]):
             outcome.wrong.append("a request does not end")
             return
-        for _ in range(3):  # steps in flight end, and an idle engine tidies up
+        # Steps in flight end, and an idle engine tidies up, unless it stands still.
+        for _ in range(3 + server.backend.client.frozen_turns):
             await server.turn()
         engine = self._engine
         if not engine.is_idle:

@@ -87,6 +87,11 @@ class FixedPrice:
         return 1000.0
 
 
+def is_wrong_guess(place: int, share: float) -> bool:
+    """Whether a toy draft model guesses the token at this place of a sequence wrong."""
+    return mix(place) % 100 >= 100 * share
+
+
 class GuessingRunner(ToyRunner):
     """A toy model as a draft model. This share of its tokens is right."""
 
@@ -97,7 +102,7 @@ class GuessingRunner(ToyRunner):
     def sample(self, handle, sampling):
         pending = super().sample(handle, sampling)
         output = pending.wait()
-        is_wrong = [mix(seed) % 100 >= 100 * self._share for seed in sampling.position.tolist()]
+        is_wrong = [is_wrong_guess(at, self._share) for at in sampling.position.tolist()]
         tokens = np.where(is_wrong, (output.tokens + 1) % NAN_TOKEN, output.tokens)
         for slot, token in zip(sampling.slots.tolist(), tokens.tolist(), strict=True):
             self._last_token[slot] = token

@@ -11,6 +11,7 @@ import hashlib
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -28,12 +29,14 @@ VOCAB = 24
 NAN_TOKEN = 22  # computing it gives a non-finite row
 CRASH_TOKEN = 23  # computing it raises
 IMPATIENT_S = 1.0  # when a step counts as hung, in toy engines that are impatient
+MAX_KEPT = 2**15  # results of each pure function below, because tests compute the same ones often
 
 
 class ToyCrash(RuntimeError):
     """Raised in place of a kernel error."""
 
 
+@lru_cache(MAX_KEPT)
 def mix(*values: int) -> int:
     data = struct.pack(f"<{len(values)}q", *values)
     return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "little")
@@ -46,10 +49,16 @@ def scatter(state: int, size: int = VOCAB) -> np.ndarray:
     return ((words >> np.uint64(32)).astype(np.float64) + 0.5) / 2**32
 
 
-def toy_logits(cells: list[int]) -> np.ndarray:
+def toy_logits(cells: Sequence[int]) -> np.ndarray:
     """Logits from all KV cells of the context; the two reserved tokens are never likely."""
+    return _logits_of(tuple(cells))
+
+
+@lru_cache(MAX_KEPT)
+def _logits_of(cells: tuple[int, ...]) -> np.ndarray:
     logits = scatter(mix(*cells)) * 8.0
     logits[[NAN_TOKEN, CRASH_TOKEN]] = -1e9
+    logits.flags.writeable = False
     return logits
 
 
@@ -100,12 +109,17 @@ def sample_row(logits: np.ndarray, draw: Draw, history: History) -> int:
     """Sample in the documented order: penalties, bias, mask, temperature, top-k, top-p, min-p,
     sample.
     """
-    logits = logits.copy()
-    for token in set(history.prompt) | set(history.output):
+    return _sampled(logits.tobytes(), draw, tuple(history.prompt), tuple(history.output))
+
+
+@lru_cache(MAX_KEPT)
+def _sampled(raw: bytes, draw: Draw, prompt: tuple[int, ...], output: tuple[int, ...]) -> int:
+    logits = np.frombuffer(raw).copy()
+    for token in {*prompt, *output}:
         value = logits[token]
         logits[token] = value / draw.repetition if value > 0 else value * draw.repetition
-    for token in set(history.output):
-        logits[token] -= draw.presence + draw.frequency * history.output.count(token)
+    for token in set(output):
+        logits[token] -= draw.presence + draw.frequency * output.count(token)
     for token, bias in draw.bias:
         logits[token] += bias
     if draw.allowed is not None:
@@ -167,47 +181,47 @@ class ToyRunner:
             cells[start : start + self._spec.block_size] = 0xDEAD
 
     def forward(self, inputs: BatchInputs):
-        size = self._spec.block_size
+        size, has_state = self._spec.block_size, self._spec.has_state
         self._check_shapes(inputs)
         self._on_write(inputs)
-        tokens = [
-            self._last_token[inputs.slots[row]] if token == FROM_DEVICE else int(token)
-            for row in range(len(inputs.slots))
-            for token in inputs.token_ids[inputs.query_start[row] : inputs.query_start[row + 1]]
-        ]
+        slots, starts = inputs.slots.tolist(), inputs.query_start.tolist()
+        positions, writes = inputs.positions.tolist(), inputs.write_slots.tolist()
+        lengths, tables = inputs.seq_lens.tolist(), inputs.block_tables.tolist()
+        needed, tokens = set(inputs.logit_rows.tolist()), inputs.token_ids.tolist()
+        for row, slot in enumerate(slots):
+            for index in range(starts[row], starts[row + 1]):
+                if tokens[index] == FROM_DEVICE:
+                    tokens[index] = self._last_token[slot]
         if CRASH_TOKEN in tokens:
-            if self._spec.has_state:  # a failed step may have changed them
+            if has_state:  # a failed step may have changed them
                 self.states[inputs.slots] = 0xDEAD
             raise ToyCrash("a kernel failed")
         self._copy_states(inputs.state_load, inputs.slots)
         self.num_tokens += len(tokens)
         finite, logits = [], {}
-        for row, table in enumerate(inputs.block_tables):
-            first, last = inputs.query_start[row], inputs.query_start[row + 1]
-            where = [
-                int(table[p // size]) * size + p % size for p in range(int(inputs.seq_lens[row]))
-            ]
+        for row, table in enumerate(tables):
+            first, last = starts[row], starts[row + 1]
+            where = [table[p // size] * size + p % size for p in range(lengths[row])]
+            cells = self.cells[where].tolist()
             for index in range(first, last):
-                position = int(inputs.positions[index])
-                is_idle = table[0] == NULL_BLOCK
-                assert is_idle or where[position] == inputs.write_slots[index]
-                parent = int(self.cells[where[position - 1]]) if position else 1
-                if self._spec.has_state and position:
-                    parent = int(self.states[inputs.slots[row]])
-                cell = self.new_cell(inputs, row, index, parent, tokens[index])
-                self.states[inputs.slots[row]] = cell
+                position = positions[index]
+                assert table[0] == NULL_BLOCK or where[position] == writes[index]
+                parent = cells[position - 1] if position else 1
+                if has_state and position:
+                    parent = int(self.states[slots[row]])
+                cell = cells[position] = self.new_cell(inputs, row, index, parent, tokens[index])
+                self.states[slots[row]] = cell
                 self.cells[where[position]] = cell
                 if inputs.window_slots is not None:
                     self.window_cells[inputs.window_slots[index]] = cell
             finite.append(NAN_TOKEN not in tokens[first:last])
-            for t in set(inputs.logit_rows.tolist()) & set(range(first, last)):
-                seen = where[: int(inputs.positions[t]) + 1]
-                cells = [int(self.cells[w]) for w in seen]
+            for index in needed & set(range(first, last)):
+                seen = cells[: positions[index] + 1]
                 if inputs.window_tables is not None:
-                    self._look_through_window(cells, inputs.window_tables[row])
-                logits[t] = self.logits_after(cells)
+                    self._look_through_window(seen, inputs.window_tables[row])
+                logits[index] = self.logits_after(seen)
         self._copy_states(inputs.slots, inputs.state_save)
-        return [logits[int(t)] for t in inputs.logit_rows], np.array(finite, bool)
+        return [logits[index] for index in inputs.logit_rows.tolist()], np.array(finite, bool)
 
     def new_cell(self, inputs: BatchInputs, row: int, index: int, parent: int, token: int) -> int:
         """The KV cell of a token of the step. `parent` is the cell before it."""
@@ -287,9 +301,10 @@ class ToyRunner:
         if s.mask is not None:
             bits = np.unpackbits(s.mask[r].view(np.uint8), bitorder="little")
             allowed = frozenset(np.flatnonzero(bits[: self.vocab_size]).tolist())
-        bias = [
-            (int(s.bias_ids[i]), float(s.bias_values[i])) for i in np.flatnonzero(s.bias_rows == r)
-        ]
+        bias = []
+        if len(s.bias_rows):
+            chosen = np.flatnonzero(s.bias_rows == r)
+            bias = [(int(s.bias_ids[i]), float(s.bias_values[i])) for i in chosen]
         return Draw(
             temperature=float(s.temperature[r]),
             top_k=int(s.top_k[r]),
