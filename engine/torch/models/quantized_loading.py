@@ -1,16 +1,25 @@
 """Loads the quantized matrices of a checkpoint into a model, without dequantizing them. The
 matrices are repacked on the device.
 
+Threads read and convert the stored bytes of the next matrices meanwhile: NumPy does not hold
+Python's lock while it computes.
+
 The parts of a fused layer may have different storage types. Neighbouring parts of the same layout
 become one matrix. If any part of a layer is not quantized in the checkpoint, the layer stays a
 plain `Linear`.
 """
 
-from collections.abc import Iterator, Mapping
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import groupby
 from math import prod
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from engine.torch.kernels.base import interpreting
@@ -28,9 +37,11 @@ from engine.torch.layers.quantized_linear import (
     GroupedLinear,
 )
 from engine.torch.models.base import Decoder
+from engine.weights.grouped import Bytes
 from engine.weights.weight import Weight
 
 EMBED = "embed.weight"
+_THREADS = min(16, os.cpu_count() or 1)  # as many matrices are in memory at once, and one more
 SHRUNK_BITS = 8.5  # bits per value of int8 weights: 8, plus a 16-bit scale per 32 values
 
 
@@ -48,19 +59,20 @@ def place_quantized(
     """
     taken = set()
     if _is_quantized(weights.get(EMBED)):
-        table = prepared(_grouped(weights[EMBED], device))
+        table = prepared(_grouped(_stored(weights[EMBED]), device))
         model.set_submodule("embed", GroupedEmbedding(table, dtype))
         taken.add(EMBED)
         if model.config.tie_embeddings:
             model.set_submodule("head", GroupedLinear([table]))
-    for path, module in list(_linears(model)):
-        names = list(_weight_names(path, module))
-        if not all(_is_quantized(weights.get(name)) for name in names):
-            continue
-        parts = [_grouped(weights[name], device) for name in names]
-        layer = GroupedLinear(_stacked(parts), module.bias, module.parts)
-        model.set_submodule(path, layer)
-        taken.update(names)
+    linears = [(path, module, _weight_names(path, module)) for path, module in _linears(model)]
+    layers = [each for each in linears if all(_is_quantized(weights.get(n)) for n in each[2])]
+    with ThreadPoolExecutor(_THREADS) as pool:
+        matrices = _ahead(pool, (weights[name] for *_, names in layers for name in names))
+        for path, module, names in layers:
+            parts = [_grouped(next(matrices), device) for _ in names]
+            layer = GroupedLinear(_stacked(parts), module.bias, module.parts)
+            model.set_submodule(path, layer)
+            taken.update(names)
     return taken | _place_experts(model, weights, device)
 
 
@@ -94,7 +106,7 @@ def _expert_rows(parts: list[object], device: torch.device) -> GroupedWeight:
     """One matrix with the rows of all experts. Each expert has the rows of all parts."""
     count = parts[0].spec.shape[0] if isinstance(parts[0], Weight) else 0
     experts = [
-        _grouped(part.expert(index), device)
+        _grouped(_stored(part.expert(index)), device)
         for index in range(count)
         for part in parts
         if isinstance(part, Weight)
@@ -132,25 +144,48 @@ def _linears(model: nn.Module) -> Iterator[tuple[str, Linear]]:
             yield path, module
 
 
-def _weight_names(path: str, module: Linear) -> Iterator[str]:
+def _weight_names(path: str, module: Linear) -> list[str]:
     if not module.parts:
-        yield f"{path}.weight"
+        return [f"{path}.weight"]
     parent = path.rpartition(".")[0]
-    for part, _ in module.parts:
-        yield f"{parent}.{part}.weight"
+    return [f"{parent}.{part}.weight" for part, _ in module.parts]
 
 
-def _grouped(weight: object, device: torch.device) -> GroupedWeight:
+class _Stored(NamedTuple):
+    """A matrix in memory, as `Weight.kernel_rows` returns it."""
+
+    dtype: str
+    shape: tuple[int, int]
+    raw: Bytes
+    order: NDArray[np.intp] | None
+
+
+def _stored(weight: object) -> _Stored:
     assert isinstance(weight, Weight), weight
     outputs, size = weight.spec.shape
+    raw, order, _ = weight.kernel_rows()
     # Copied, because the mapped file is read-only, and a transfer to the device directly from it
     # would read its pages twice.
-    stored, order, _ = weight.kernel_rows()
-    raw = torch.from_numpy(stored.copy()).to(device)
-    grouped = repack(weight.kernel_dtype, raw, (outputs, size))
-    if order is None:
+    raw = raw if raw.flags.writeable else raw.copy()
+    return _Stored(weight.kernel_dtype, (outputs, size), raw, order)
+
+
+def _ahead(pool: ThreadPoolExecutor, weights: Iterable[object]) -> Iterator[_Stored]:
+    """Reads matrices in their order, a few of them at a time."""
+    started: deque[Future[_Stored]] = deque()
+    for weight in weights:
+        started.append(pool.submit(_stored, weight))
+        if len(started) > _THREADS:
+            yield started.popleft().result()
+    while started:
+        yield started.popleft().result()
+
+
+def _grouped(stored: _Stored, device: torch.device) -> GroupedWeight:
+    grouped = repack(stored.dtype, torch.from_numpy(stored.raw).to(device), stored.shape)
+    if stored.order is None:
         return grouped
-    rows = torch.from_numpy(order).to(device)
+    rows = torch.from_numpy(stored.order).to(device)
     return GroupedWeight(
         grouped.values[rows],
         grouped.scales[rows],
