@@ -46,9 +46,9 @@ MAX_NESTING = 100
 MAX_DEFINITIONS = 1_000
 # Max number of combinations of branches of one value, in schemas with conditions.
 MAX_COMBINATIONS = 512
-# Max work of rewriting a document. The largest document without conditions takes about half of it.
-# Conditions rewrite parts of a document several times.
-MAX_WORK = 600_000
+# Max work of rewriting a document, which takes a quarter of a second. The largest document without
+# conditions is just within it. Conditions rewrite parts of a document several times.
+MAX_WORK = 250_000
 
 # This error is for patterns of names that match only a few names. When all these names are used,
 # the grammar would still demand another name, and the output could not go on.
@@ -301,9 +301,9 @@ class _Rewriting:
         """
         branches = node.pop("oneOf")
         if not self._disjoint.all_pairs(branches):
-            self.spend(len(parts) ** 2, path)
             self._has_conditions = True
             try:
+                self.spend(len(parts) ** 2, path)
                 opposites = [self.define(self.negated(*part), path) for part in parts]
             except InvalidRequestError:
                 self.fail(
