@@ -30,6 +30,7 @@ from engine.ir.plan import (
 from engine.ir.recurrent import empty_states
 from engine.ir.rotary import rotary_tables
 from engine.ir.steps import layer_of
+from engine.ir.types import Array
 from engine.native.execution import build
 from engine.native.execution.timing import runner_config, time_steps
 from engine.native.machine import default_threads
@@ -44,29 +45,44 @@ _NODES = {
 }
 
 
+class _Reference:
+    """The unfused graph of a model, computed with the numpy references and dequantized weights."""
+
+    def __init__(self, source: ModelSource) -> None:
+        self.graph = build_graph(source.config)
+        self._config = source.config
+        self._weights = {name: weight.numpy() for name, weight in source.weights.items()}
+
+    def values(self, token_ids: Sequence[int]) -> dict[str, Array]:
+        """The values of all nodes for one sequence."""
+        config, count = self._config, len(token_ids)
+        positions = np.arange(count, dtype=np.int32)
+        cache = (1, count, config.kv_parts, config.num_kv_heads, config.head_dim)
+        factors = self._weights.get("rope.factors")
+        rotations = tuple(
+            rotary_tables(rope, config.max_position, factors) for rope in config.ropes
+        )
+        state = State(
+            tuple(np.zeros(cache, np.float32) for _ in range(config.num_layers)),
+            rotations,
+            empty_states(config, 1),
+        )
+        zeros = np.zeros(count, np.int32)
+        batch = ReferenceBatch(
+            token_ids=np.array(token_ids, np.int32),
+            positions=positions,
+            write_slots=positions.astype(np.int64),
+            row_of=zeros,
+            tables=np.zeros((1, 1), np.int32),
+            logit_tokens=positions,  # or the last layer would leave tokens out
+            slots=zeros[:1],
+        )
+        return graph_values(self.graph, self._weights, batch, state)
+
+
 def layer_outputs(source: ModelSource, token_ids: Sequence[int]) -> dict[str, NDArray[np.float32]]:
-    config, count = source.config, len(token_ids)
-    weights = {name: weight.numpy() for name, weight in source.weights.items()}
-    positions = np.arange(count, dtype=np.int32)
-    cache = (1, count, config.kv_parts, config.num_kv_heads, config.head_dim)
-    factors = weights.get("rope.factors")
-    rotations = tuple(rotary_tables(rope, config.max_position, factors) for rope in config.ropes)
-    state = State(
-        tuple(np.zeros(cache, np.float32) for _ in range(config.num_layers)),
-        rotations,
-        empty_states(config, 1),
-    )
-    zeros = np.zeros(count, np.int32)
-    batch = ReferenceBatch(
-        token_ids=np.array(token_ids, np.int32),
-        positions=positions,
-        write_slots=positions.astype(np.int64),
-        row_of=zeros,
-        tables=np.zeros((1, 1), np.int32),
-        logit_tokens=positions,
-        slots=zeros[:1],
-    )
-    values = graph_values(build_graph(config), weights, batch, state)
+    config = source.config
+    values = _Reference(source).values(token_ids)
     found = {"embed": values["embed_sum" if config.learned_positions else "embed"]}
     for layer in range(config.num_layers):
         for site, nodes in _NODES.items():
@@ -75,6 +91,35 @@ def layer_outputs(source: ModelSource, token_ids: Sequence[int]) -> dict[str, ND
             if parts:
                 found[f"layers.{layer}.{site}"] = np.sum(parts, axis=0)
     return found | {"logits": values["logits"]}
+
+
+class SquaredInputs:
+    """Sums the squares of what the matrices of a model are multiplied with. The LM head is left
+    out, because it has more bits in every mix of types, and so are experts.
+    """
+
+    def __init__(self, source: ModelSource) -> None:
+        self._reference = _Reference(source)
+        self._sums: dict[str, NDArray[np.float64]] = {}
+        self._num_tokens = 0
+
+    def add(self, window: Sequence[int]) -> None:
+        values = self._reference.values(window)
+        for node in self._reference.graph.nodes:
+            if node.op == "linear" and node.name.startswith("layers."):
+                squares = np.square(values[node.inputs[0]], dtype=np.float64).sum(axis=0)
+                name = node.weights[0]
+                self._sums[name] = self._sums.get(name, np.zeros_like(squares)) + squares
+        self._num_tokens += len(window)
+
+    def sums(self) -> dict[str, tuple[NDArray[np.float32], int]]:
+        """By the engine's name of a weight: the sum of squares of each input column, and the number
+        of tokens.
+        """
+        return {
+            name: (squares.astype(np.float32), self._num_tokens)
+            for name, squares in self._sums.items()
+        }
 
 
 def layer_times(source: ModelSource, num_tokens: int, repeats: int) -> dict[str, float]:

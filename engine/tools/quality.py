@@ -1,12 +1,14 @@
 """Measures what quantization costs: importance matrices, and a converted model's perplexity and KL
 divergence. Models run in float32 with dequantized weights, so the arithmetic of kernels plays no
-part: on the native kernels if they were built, otherwise on PyTorch. Importance matrices need
-PyTorch, because only there every input of a matmul can be read.
+part: on the native kernels if they were built, otherwise on PyTorch. For importance matrices, every
+input of a matmul is read. PyTorch is faster there; without it, the native framework's graph is
+computed with numpy.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -59,15 +61,9 @@ def importance_of(
     source: ModelSource, windows: Sequence[list[int]], progress: Progress = lambda done, total: None
 ) -> Sums:
     """Sums the squares of the activations that each matrix is multiplied with, by GGUF name."""
-    framework_entry("torch")  # says what to install if PyTorch is missing
-    from engine.torch.execution.evaluation import Evaluated, SquaredInputs
-
-    model = Evaluated(source, WINDOW)
-
-    squares = SquaredInputs(model)
+    squares = _squared_inputs(source)
     for done, window in enumerate(windows, start=1):
-        with squares:
-            model.logits(window)
+        squares.add(window)
         progress(done, len(windows))
     found: dict[str, tuple[Floats, int]] = {}
     for name, sums in squares.sums().items():
@@ -75,6 +71,19 @@ def importance_of(
         if gguf is not None:
             found[gguf] = sums
     return found
+
+
+def _squared_inputs(source: ModelSource) -> Any:
+    if find_spec("torch") is None and _runs_natively(source):
+        return import_module("engine.native.inspection").SquaredInputs(source)
+    framework_entry("torch")  # says what to install if PyTorch is missing
+    from engine.torch.execution.evaluation import Evaluated, SquaredInputs
+
+    return SquaredInputs(Evaluated(source, WINDOW))
+
+
+def _runs_natively(source: ModelSource) -> bool:
+    return find_spec(NATIVE_MODULE) is not None and not source.config.state_floats
 
 
 def compare_models(
@@ -104,7 +113,7 @@ def compare_models(
 
 def _logits_of(source: ModelSource) -> Callable[[list[int]], Floats]:
     """What computes the logits after each token of a window."""
-    if find_spec(NATIVE_MODULE) is None or source.config.state_floats:
+    if not _runs_natively(source):
         framework_entry("torch")  # says what to install if PyTorch is missing
         from engine.torch.execution.evaluation import Evaluated
 

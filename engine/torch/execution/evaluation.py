@@ -36,12 +36,13 @@ class Evaluated:
 
 
 class SquaredInputs(TorchFunctionMode):
-    """Inside the context, sums the squares of the inputs of every matmul with a layer's weight. The
-    LM head is left out, because it has more bits in every mix of types.
+    """Sums the squares of the inputs of every matmul with a layer's weight. The LM head is left
+    out, because it has more bits in every mix of types.
     """
 
     def __init__(self, evaluated: Evaluated) -> None:
         super().__init__()
+        self._evaluated = evaluated
         model: nn.Module = evaluated.model
         self._layers: dict[int, tuple[str, Linear]] = {
             id(layer.weight): (path, layer)
@@ -60,6 +61,10 @@ class SquaredInputs(TorchFunctionMode):
             self._sums[key] = self._sums.get(key, torch.zeros_like(squares)) + squares
             self._counts[key] = self._counts.get(key, 0) + len(inputs)
         return func(*args, **(kwargs or {}))
+
+    def add(self, window: list[int]) -> None:
+        with self:
+            self._evaluated.logits(window)
 
     def sums(self) -> dict[str, tuple[NDArray[np.float32], int]]:
         """By the engine's name of a weight: the sum of squares of each input column, and the number

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from engine.conversion.importance import read_importance, write_importance
+from engine.tools import quality
 from engine.tools.quality import compare_models, importance_of
 from engine.weights.model import open_model
 from tests.parity import tiny_models
@@ -15,9 +16,14 @@ from tests.parity import tiny_models
 WINDOWS = [tiny_models.text(seed=1), tiny_models.text(seed=2)]
 
 
+@pytest.mark.parametrize("has_torch", [True, False])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_the_importance_matrix_is_the_mean_square_of_the_inputs(name: str, tmp_path: Path) -> None:
+def test_the_importance_matrix_is_the_mean_square_of_the_inputs(
+    name: str, has_torch: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Fused matrices (llama's q, k, v; gate, up) and matrices that GGUF stores as one (GPT-2)."""
+    if not has_torch:
+        monkeypatch.setattr(quality, "find_spec", lambda name: name != "torch" or None)
     theirs, path = tiny_models.save(name, tmp_path)
     squares: dict[str, torch.Tensor] = {}
 
