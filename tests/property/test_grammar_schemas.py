@@ -28,6 +28,7 @@ from engine.core.grammar.schema_rules import unchecked_keywords
 from engine.core.grammar.spec import grammar_text
 from engine.core.interfaces.backend import GrammarSpec
 from engine.frontend.text_model import load_text
+from tests.property import schema_counts
 from tests.support.files.schema_suites import (
     NamedSchema,
     real_schemas,
@@ -189,6 +190,11 @@ def test_random_outputs_of_the_json_schema_suite_grammars_validate(walker: Walke
     supported = supported_schemas()
     assert len(supported) > 1400
     assert walk_all(walker, supported, num_walks=5) > 7000
+
+
+@pytest.mark.slow
+def test_no_invalid_instance_of_the_json_schema_suite_is_accepted() -> None:
+    assert schema_counts.main() == 0
 
 
 class RandomSchemas:
