@@ -19,7 +19,7 @@ from engine_tools.dev import module_map, reference_pages
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
 INDEX = DOCS / "README.md"
-SHELVES = ["Start", "Use", "Operate", "Change the code"]
+SHELVES = ["Tasks", "Start", "Use", "Operate", "Change the code"]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 OWN_SITE = PROJECT["urls"]["Repository"]
 PAGES = sorted(
