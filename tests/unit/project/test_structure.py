@@ -4,9 +4,7 @@ Everything here reads syntax trees, so it covers code that no other test runs.
 """
 
 import ast
-import gc
 from collections import Counter
-from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
 
@@ -182,16 +180,6 @@ TIMESTAMP_MODULES = frozenset(
         "engine.servers.access.rate_windows",
     }
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def trees_are_no_garbage() -> Iterator[None]:
-    """Looking for it among a million nodes takes longer than reading them."""
-    gc.disable()
-    yield
-    for each in (sources, imports):
-        each.cache_clear()
-    gc.enable()
 
 
 @cache
