@@ -2,7 +2,7 @@
 same result.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -214,19 +214,30 @@ def fuse_rope_writes(graph: Graph) -> Graph:
     return edit.done()
 
 
+def _sums_in_place(
+    graph: Graph, edit: Rewrite, node: Node, *ops: str
+) -> Iterator[tuple[str, Node]]:
+    """The ways in which `node` is a sum of x and what a node of these ops makes, if the sum may
+    take the place of x: x, and that node.
+    """
+    if node.op != "add":
+        return
+    for kept, name in (node.inputs, node.inputs[::-1]):
+        maker = edit.maker(name, *ops)
+        if maker is None or not edit.private(name):
+            continue
+        if kept not in graph.inputs and edit.last_user(kept) is node:
+            yield kept, maker
+
+
 def fuse_residuals(graph: Graph) -> Graph:
     """Fuses x + matmul into a matmul that adds to x in place, if nothing reads x afterwards, and
     likewise for experts.
     """
     edit = Rewrite(graph)
     for node in graph.nodes:
-        if node.op != "add":
-            continue
-        for kept, name in (node.inputs, node.inputs[::-1]):
-            maker = edit.maker(name, *_SUMS)
-            if maker is None or not edit.private(name) or not _is_bare(maker):
-                continue
-            if kept in graph.inputs or edit.last_user(kept) is not node:
+        for kept, maker in _sums_in_place(graph, edit, node, *_SUMS):
+            if not _is_bare(maker):
                 continue
             attributes = replace(_sum_attributes(maker), residual=True)
             inputs = (*maker.inputs, kept)
@@ -243,14 +254,7 @@ def fuse_output_norms(graph: Graph) -> Graph:
     """Fuses x + norm(y) into a norm that adds to x in place, if nothing reads x afterwards."""
     edit = Rewrite(graph)
     for node in graph.nodes:
-        if node.op != "add":
-            continue
-        for kept, name in (node.inputs, node.inputs[::-1]):
-            norm = edit.maker(name, "rms_norm")
-            if norm is None or not edit.private(name):
-                continue
-            if kept in graph.inputs or edit.last_user(kept) is not node:
-                continue
+        for kept, norm in _sums_in_place(graph, edit, node, "rms_norm"):
             inputs = (*norm.inputs, kept)
             fused = edit.node(
                 "add_norm", node.name, inputs, norm.weights, norm.attributes, (norm, node)

@@ -6,50 +6,35 @@ from collections.abc import Iterator, Sequence
 from engine.core.interfaces.backend import (
     Event,
     FinishEvent,
-    ReasoningEvent,
     TextEvent,
     TokenText,
-    ToolCallEvent,
     UsageEvent,
 )
 from engine.core.interfaces.request import SamplingParams as WireParams
 from engine.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 from engine.sampling_params import RequestOutputKind, SamplingParams
-from engine.servers.openai.format import Call
+from engine.servers.openai.format import Choice
+from engine.servers.serving.event_pump import OutputEvent
 
 
-class _Choice:
+class _Choice(Choice):
     """What has arrived of one choice since the start. `clear` leaves out text and tokens that the
     user already has; tool calls and the sum of the log-probabilities are kept.
     """
 
     def __init__(self, index: int) -> None:
+        super().__init__()
         self.index = index
-        self.calls: dict[int, Call] = {}
-        self.finish: FinishEvent | None = None
         self._sum_logprobs = 0.0
-        self.clear()
 
     def clear(self) -> None:
-        self.texts: list[str] = []
-        self.reasoning: list[str] = []
-        self.token_ids: list[int] = []
-        self.tokens: list[TokenText] = []
+        for had in (self.texts, self.reasoning, self.token_ids, self.tokens):
+            had.clear()
 
-    def add(self, event: TextEvent | ReasoningEvent | ToolCallEvent | FinishEvent) -> None:
+    def add(self, event: OutputEvent) -> None:
+        super().add(event)
         if isinstance(event, TextEvent):
-            self.texts.append(event.text)
-            self.token_ids.extend(event.token_ids)
-            self.tokens.extend(event.logprobs or ())
             self._sum_logprobs += sum(token.logprob for token in event.logprobs or ())
-        elif isinstance(event, ReasoningEvent):
-            self.reasoning.append(event.text)
-        elif isinstance(event, ToolCallEvent):
-            if event.index not in self.calls:
-                self.calls[event.index] = Call(event.call_id or "", event.name or "", [])
-            self.calls[event.index].arguments.append(event.arguments)
-        else:
-            self.finish = event
 
     def output(self, num_logprobs: int | None, named: bool = False) -> CompletionOutput:
         """The choice so far. If `named`, it has the logprobs of `logprob_token_ids`."""

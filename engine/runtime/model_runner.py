@@ -223,6 +223,10 @@ class BatchInputs:
     taps: "TapInputs | None" = None
 
 
+def _none() -> I32:
+    return np.zeros(0, np.int32)
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingInputs:
     """Sampling parameters of the R rows that sample. For most parameters, one value means "off".
@@ -257,12 +261,12 @@ class SamplingInputs:
     # which it samples after admission. From then on, the runner appends each sampled token. All
     # histories are concatenated. History h starts at history_start[h] and ends before
     # history_start[h + 1].
-    history_slots: I32  # (H,)
-    history_start: I32  # (H + 1,)
-    history_tokens: I32
-    history_num_prompt: I32  # (H,)
+    history_slots: I32 = field(default_factory=_none)  # (H,)
+    history_start: I32 = field(default_factory=lambda: np.zeros(1, np.int32))  # (H + 1,)
+    history_tokens: I32 = field(default_factory=_none)
+    history_num_prompt: I32 = field(default_factory=_none)  # (H,)
     # (P,) index into R: rows whose token the host samples. `forced` has the token.
-    host_rows: I32 = field(default_factory=lambda: np.zeros(0, np.int32))
+    host_rows: I32 = field(default_factory=_none)
 
     @property
     def keeps(self) -> Bools:

@@ -14,6 +14,7 @@ decides.
 
 import heapq
 import time
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple, Protocol
@@ -441,15 +442,12 @@ class RadixCache:
         max_blocks = min(len(node.blocks), len(tokens) // size - done)
         if node.tokens[: max_blocks * size] == tokens[start : start + max_blocks * size]:
             return max_blocks
-        # Bisect: the first block matches, and `max_blocks` blocks do not.
-        low, high = 1, max_blocks - 1
-        while low < high:
-            middle = (low + high + 1) // 2
-            if node.tokens[: middle * size] == tokens[start : start + middle * size]:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        # The first block matches, and `max_blocks` blocks do not.
+        return 1 + bisect_left(
+            range(2, max_blocks),
+            True,
+            key=lambda count: node.tokens[: count * size] != tokens[start : start + count * size],
+        )
 
     def _is_expired(self, node: Node, now: float) -> bool:
         return node.expires_at is not None and node.expires_at <= now

@@ -13,7 +13,7 @@ other requests only for a bounded time.
 """
 
 import heapq
-from bisect import bisect_right, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 
 from engine.core.interfaces.request import FinishReason
@@ -381,14 +381,10 @@ class InflightPrefixes:
 
 def _common_blocks(data: bytes, other: bytes, width: int) -> int:
     """How many leading blocks of `width` bytes are equal in `data` and `other`."""
-    low, high = 0, min(len(data), len(other)) // width
-    while low < high:
-        middle = (low + high + 1) // 2
-        if data[: middle * width] == other[: middle * width]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    most = min(len(data), len(other)) // width
+    return bisect_left(
+        range(1, most + 1), True, key=lambda count: data[: count * width] != other[: count * width]
+    )
 
 
 class SequenceTable:

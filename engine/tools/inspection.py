@@ -258,8 +258,4 @@ def _scoring(forced: NDArray[np.int32], wants_hidden: bool) -> SamplingInputs:
         forced=forced,
         hidden_rows=indices if wants_hidden else none,
         num_logprobs=same,
-        history_slots=none,
-        history_start=np.zeros(1, np.int32),
-        history_tokens=none,
-        history_num_prompt=none,
     )

@@ -43,10 +43,6 @@ def step(rng: np.random.Generator, greedy: bool, unmasked: bool) -> SamplingInpu
         forced=np.where(rng.random(ROWS) < 0.2, 3, -1).astype(np.int32),
         hidden_rows=np.zeros(0, np.int32),
         num_logprobs=np.full(ROWS, 2, np.int32),
-        history_slots=np.zeros(0, np.int32),
-        history_start=np.zeros(1, np.int32),
-        history_tokens=np.zeros(0, np.int32),
-        history_num_prompt=np.zeros(0, np.int32),
     )
 
 

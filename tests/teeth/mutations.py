@@ -106,8 +106,8 @@ INVARIANTS = [
     runtime(
         "INV-12 a match goes too far",
         "radix_cache",
-        "        return low\n",
-        "        return most\n",
+        "        return 1 + bisect_left(\n",
+        "        return 2 + bisect_left(\n",
     ),
     runtime(
         "INV-13 published below another's block while running",

@@ -106,21 +106,32 @@ class _Integers:
         return _integer_blocks(self.name, values, scales, zeros, self.bits)
 
 
+def _packed(parts: Parts) -> tuple[str, LazyTensor] | None:
+    """The name of a weight and its packed integers, if this part has them."""
+    base, is_packed, _ = parts.name.partition(".qweight")
+    return (base, parts.take(parts.name, "I32", 2)) if is_packed else None
+
+
+def _scales(parts: Parts, base: str, rows: int) -> LazyTensor:
+    """The scales of a weight, (groups, rows)."""
+    scales = parts.take_floats(f"{base}.scales", 2)
+    if scales.shape[1] != rows:
+        fail(scales.name, f"has {scales.shape[1]} columns for {rows} output channels")
+    return scales
+
+
 def gptq(reader: Reader) -> Finder:
     bits = setting(reader, int, "bits", (4, 8))
     form = setting(reader, str, "checkpoint_format", ("gptq", "gptq_v2"))
 
     def find(parts: Parts) -> Found:
-        base, is_packed, _ = parts.name.partition(".qweight")
-        if not is_packed:
+        if (found := _packed(parts)) is None:
             return None
-        packed = parts.take(parts.name, "I32", 2)
+        base, packed = found
         columns, rows = packed.shape[0] * 32 // bits, packed.shape[1]
-        scales = parts.take_floats(f"{base}.scales", 2)
+        scales = _scales(parts, base, rows)
         groups = scales.shape[0]
         zeros = parts.take(f"{base}.qzeros", "I32", (groups, -(-rows * bits // 32)))
-        if scales.shape[1] != rows:
-            fail(scales.name, f"has {scales.shape[1]} columns for {rows} output channels")
         order = None
         if parts.has(f"{base}.g_idx"):
             order = _order(parts.take(f"{base}.g_idx", "I32", (columns,)), groups)
@@ -155,15 +166,12 @@ def awq(reader: Reader) -> Finder:
         return values.reshape(len(words), -1).T[begin - 8 * first : end - 8 * first]
 
     def find(parts: Parts) -> Found:
-        base, is_packed, _ = parts.name.partition(".qweight")
-        if not is_packed:
+        if (found := _packed(parts)) is None:
             return None
-        packed = parts.take(parts.name, "I32", 2)
+        base, packed = found
         columns, rows = packed.shape[0], packed.shape[1] * 8
-        scales = parts.take_floats(f"{base}.scales", 2)
+        scales = _scales(parts, base, rows)
         groups = scales.shape[0]
-        if scales.shape[1] != rows:
-            fail(scales.name, f"has {scales.shape[1]} columns for {rows} output channels")
         zeros = parts.take(f"{base}.qzeros", "I32", (groups, rows // 8))
         group_size(base, columns, groups)
         integers = _Integers(
