@@ -9,11 +9,15 @@ from tests.conftest import DEFAULT_MODEL
 
 MOST_BEFORE_ENGINE = 25
 MOST_FILES = 45  # with those of the engine process, and those that an idle server runs
-# Parts of the paths of features that the chat does not use, in the server process.
-FEATURES = (
+# Parts of the paths of features that the chat does not use, in each of the processes.
+SERVER_FEATURES = (
     *("beam", "adapters", "interp", "images", "token_fields", "token_streams", "stored_chats"),
     *("reports", "dialects", "schema/tools", "structured", "grammar", "quotas", "routing/"),
     *("embedding", "echo", "replay", "recorder", "tracing", "otel"),
+)
+ENGINE_FEATURES = (
+    *("groups/", "tiers/", "interp/", "images", "grammar", "pending", "snapshot", "controls"),
+    *("draft_model", "model_drafts", "prefill_throttle", "recovery", "chain", "prompt_logprobs"),
 )
 
 
@@ -28,5 +32,6 @@ def test_a_chat_touches_few_files(trace: Trace) -> None:
 
 
 def test_a_chat_touches_no_file_of_features_that_it_does_not_use(trace: Trace) -> None:
-    used = [file for file in files(trace.server) if any(each in file for each in FEATURES)]
-    assert not used
+    server = [file for file in files(trace.server) if any(name in file for name in SERVER_FEATURES)]
+    engine = [file for file in files(trace.engine) if any(name in file for name in ENGINE_FEATURES)]
+    assert not server and not engine
