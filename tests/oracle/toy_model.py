@@ -48,7 +48,7 @@ class ToyEncoder:
         return values.reshape(count, 2).astype(np.float32)
 
 
-def _number(values: np.ndarray) -> int:
+def number_of(values: np.ndarray) -> int:
     return mix(*np.ascontiguousarray(values, np.float32).view(np.int32).tolist())
 
 
@@ -73,7 +73,7 @@ class WholeToyRunner(ToyRunner):
         self._adapters[number] = packed.key
 
     def unembed(self, x: np.ndarray) -> np.ndarray:
-        return np.array([scatter(_number(row)) for row in x], np.float32)
+        return np.array([scatter(number_of(row)) for row in x], np.float32)
 
     def head_row(self, token_id: int) -> np.ndarray:
         return scatter(token_id)[:WIDTH].astype(np.float32)
@@ -88,7 +88,7 @@ class WholeToyRunner(ToyRunner):
         self._images = {}
         if inputs.embed_rows is not None and inputs.embeds is not None:
             rows = inputs.embed_rows.tolist()
-            self._images = {row: _number(inputs.embeds[i]) for i, row in enumerate(rows)}
+            self._images = {row: number_of(inputs.embeds[i]) for i, row in enumerate(rows)}
         return super().forward(inputs)
 
     def new_cell(self, inputs: BatchInputs, row: int, index: int, parent: int, token: int) -> int:
@@ -106,8 +106,8 @@ class WholeToyRunner(ToyRunner):
         for tap in self._taps[index]:
             site, kind, row = int(taps.sites[tap]), int(taps.kinds[tap]), int(taps.rows[tap])
             if kind != CAPTURE:
-                scale = _number(taps.scales[tap : tap + 1])
-                cell = mix(cell, site, kind, scale, _number(taps.vectors[row, :WIDTH]))
+                scale = number_of(taps.scales[tap : tap + 1])
+                cell = mix(cell, site, kind, scale, number_of(taps.vectors[row, :WIDTH]))
             elif has_logits or not SITES[site].is_late:
                 assert self._captured is not None
                 self._captured[row, :WIDTH] = scatter(mix(cell, site))[:WIDTH]

@@ -1,6 +1,6 @@
 """Checks random histories over HTTP, and prints one line of JSON.
 
-Each failing history is printed, and made small if possible. Seeds can be kept in `failing.jsonl`.
+Each failing history is printed, and made small if possible. Histories are kept in `failing.jsonl`.
 `histories` and `dialects` run in this process on the toy model, `served` on the default model.
 
     python -m tests.oracle.http --cases 2000 --seed 1
@@ -10,7 +10,6 @@ Each failing history is printed, and made small if possible. Seeds can be kept i
 
 import argparse
 import json
-import random
 import sys
 import tempfile
 import time
@@ -20,8 +19,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.oracle.check import Report
-from tests.oracle.histories import History, draw_history
-from tests.oracle.http.check import STAGE, HttpOracle
+from tests.oracle.histories import History
+from tests.oracle.http.check import HttpOracle, drawn_history
 from tests.oracle.http.dialects import dialect_problems, draw_for_dialects
 from tests.oracle.http.served import ServedOracle, served_oracle
 from tests.oracle.http.served import drawn_history as served_history
@@ -38,7 +37,7 @@ class Histories:
         self._oracle = oracle
 
     def drawn(self, seed: int) -> History:
-        return draw_history(random.Random(f"http {seed}"), STAGE)
+        return drawn_history(seed)
 
     def check(self, seed: int) -> Report:
         return self._oracle.check(self.drawn(seed))
@@ -81,8 +80,11 @@ class ServedHistories:
         return "\n  ".join([str(served_history(seed)), *self._wrong])
 
 
+Checks = Histories | Dialects | ServedHistories
+
+
 @contextmanager
-def opened(kind: str) -> Iterator[Histories | Dialects | ServedHistories]:
+def opened(kind: str) -> Iterator[Checks]:
     if kind == "served":
         with served_oracle() as served:
             yield ServedHistories(served)
@@ -95,23 +97,20 @@ def opened(kind: str) -> Iterator[Histories | Dialects | ServedHistories]:
 KINDS = ("histories", "dialects", "served")
 
 
-def run(kind: str, seeds: Sequence[int], *, explains: bool = True) -> dict[str, object]:
+def run(checks: Checks, seeds: Sequence[int]) -> dict[str, object]:
     """Check seeds, until enough of them have failed."""
     seen, failures, done = Counter[str](), list[int](), 0
     began = time.perf_counter()
-    with opened(kind) as checks:
-        for seed in seeds:
-            report = checks.check(seed)
-            done += 1
-            seen += report.seen
-            if report.wrong:
-                failures.append(seed)
-                if explains:
-                    print(f"seed {seed}\n{checks.explained(seed)}", file=sys.stderr, flush=True)
-            if len(failures) >= ENOUGH_FAILURES:
-                break
+    for seed in seeds:
+        report = checks.check(seed)
+        done += 1
+        seen += report.seen
+        if report.wrong:
+            failures.append(seed)
+            print(f"seed {seed}\n{checks.explained(seed)}", file=sys.stderr, flush=True)
+        if len(failures) >= ENOUGH_FAILURES:
+            break
     return {
-        "kind": kind,
         "cases": done,
         "failures": failures,
         "seconds": round(time.perf_counter() - began, 1),
@@ -127,8 +126,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     seeds = range(arguments.seed, arguments.seed + arguments.cases)
-    result = run(arguments.kind, seeds)
-    print(json.dumps(result))
+    with opened(arguments.kind) as checks:
+        result = run(checks, seeds)
+    print(json.dumps({"kind": arguments.kind, **result}))
     raise SystemExit(bool(result["failures"]))
 
 

@@ -1,9 +1,10 @@
 """Which prompt tokens may come from the cache: those that another request of the same tenant, salt
-and adapter has computed, in whole blocks, and never the last one.
+edits and adapter has computed, in whole blocks, and never the last one.
 """
 
 from collections.abc import Iterator
 
+from engine.servers.http.request_log import RequestRecord
 from tests.oracle.http.keys import TENANTS
 from tests.oracle.http.run import Client, Outcome
 from tests.oracle.http.toy_backend import Seen
@@ -26,8 +27,22 @@ def cache_problems(seen: Seen, outcome: Outcome, index: int) -> Iterator[str]:
         for computed in _computed(seen, each)
     ]
     allowed = min(most, max(known, default=0))
+    yield from _other_than_first(record)
     if usage.cached_tokens > allowed or usage.cached_tokens % size:
         yield f"cached_tokens: {usage.cached_tokens}, but only {allowed} can be"
+
+
+def _other_than_first(record: RequestRecord) -> Iterator[str]:
+    """A request has as many cached tokens as the choice that began first. The others find what that
+    one has computed.
+    """
+    told = [each for each in record.notes.timelines if each.first_token_at is not None]
+    if record.usage is None or record.usage.num_revivals or not told:
+        return
+    first_at = min(each.first_token_at or 0.0 for each in told)
+    known = {each.num_cached for each in told if each.first_token_at == first_at}
+    if record.usage.cached_tokens not in known:
+        yield f"cached_tokens: {record.usage.cached_tokens}, but its first choice has {known}"
 
 
 def _num_choices(client: Client) -> int:
@@ -41,9 +56,10 @@ def _shares(client: Client, other: Client) -> bool:
     return _space(client) == _space(other)
 
 
-def _space(client: Client) -> tuple[str, str | None, str]:
+def _space(client: Client) -> tuple[str, str | None, str, str]:
     asked = client.asked
-    return TENANTS[asked.tenant], asked.call.salt, asked.call.model
+    edits = str(asked.call.body.get("interp", {}).get("edit"))
+    return TENANTS[asked.tenant], asked.call.salt, asked.weights, edits
 
 
 def _computed(seen: Seen, client: Client) -> Iterator[tuple[int, ...]]:

@@ -41,6 +41,7 @@ class Whole:
     reasoning_tokens: int | None = None
     cached_tokens: int | None = None
     answer_id: str | None = None
+    read: Json | None = None  # what it read inside the model
     problems: list[str] = field(default_factory=list)
 
     def choice(self, index: int) -> Choice:
@@ -161,8 +162,20 @@ def _legacy_scores(logprobs: Json) -> list[Scored]:
     ]
 
 
+def read_values(told: Json) -> Json:
+    """What a request read inside the model, without ids, times and names of tokens."""
+    found = {name: told[name] for name in ("num_prompt", "token_ids", "captures")}
+    found["lens"] = [
+        [tuple(top.values())[-2:] if isinstance(top, dict) else tuple(top) for top in each["top"]]
+        for each in told.get("lens", ())
+    ]
+    return found
+
+
 def _read_openai(whole: Whole, body: Json) -> None:
     whole.answer_id = body["id"]
+    if body.get("interp") is not None:
+        whole.read = read_values(body["interp"])
     _openai_usage(whole, body.get("usage"))
     for each in body["choices"]:
         choice = whole.choice(each["index"])
@@ -381,7 +394,7 @@ def differences(got: Whole, expected: Whole) -> list[str]:
         same = got.error == expected.error
         return [] if same else [f"error: {got.error}, not {expected.error}"]
     found = [f"problem: {each}" for each in got.problems]
-    for name in ("status", "prompt_tokens", "completion_tokens", "reasoning_tokens"):
+    for name in ("status", "prompt_tokens", "completion_tokens", "reasoning_tokens", "read"):
         _compare(found, name, getattr(got, name), getattr(expected, name))
     if len(got.choices) != len(expected.choices):
         return [*found, f"{len(got.choices)} choices, not {len(expected.choices)}"]

@@ -1,19 +1,23 @@
 """Carries out a history over HTTP: clients connect, read and leave; engines die or are replaced."""
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.core import faults
 from engine.core.faults import Fault
 from engine.core.interfaces.request import Control
+from engine.core.interp.results import InterpResult
 from engine.servers.http.request_log import RequestRecord
 from tests.oracle.histories import Event, History
-from tests.oracle.http.reading import Reply, Whole, parse_reply, read_whole
+from tests.oracle.http.keys import ADMIN, KEYS, TENANTS
+from tests.oracle.http.reading import Reply, Whole, parse_reply, read_values, read_whole
 from tests.oracle.http.spellings import Call
+from tests.oracle.http.toy_backend import ADAPTERS
 from tests.oracle.http.toy_server import Connection, ToyServer
 
 SLOW_BYTES = 700  # that a slow client takes at first, and again with each turn
+OVERDUE_TURNS = 4  # in which a request whose time is over is told so
 MAX_WAIT_S = 2.0  # a client that stalls for a minute is cut off
 
 
@@ -25,6 +29,7 @@ class Asked:
     call: Call
     is_slow: bool = False
     tenant: str | None = None
+    weights: str = ""  # of the model or adapter by whose name it asks, at that time
 
 
 @dataclass
@@ -33,8 +38,11 @@ class Client:
 
     asked: Asked
     connection: Connection
+    submitted_at: float
+    num_overdue: int = 0  # turns in which it was open after its time limit
     has_left: bool = False
     record: RequestRecord | None = None  # what the server knows of it at its end
+    read: dict[str, Any] | None = None  # what a stream has read inside the model
 
     @property
     def reply(self) -> Reply | None:
@@ -43,7 +51,10 @@ class Client:
     @property
     def whole(self) -> Whole | None:
         reply = self.reply
-        return None if reply is None else read_whole(self.asked.name, reply)
+        if reply is None:
+            return None
+        whole = read_whole(self.asked.name, reply)
+        return whole if self.read is None else replace(whole, read=self.read)
 
 
 @dataclass
@@ -56,6 +67,27 @@ class Outcome:
     seen: Counter[str] = field(default_factory=Counter)
 
 
+def adapter_of(number: int) -> tuple[str, str]:
+    """The name and the path of an adapter that an operator loads."""
+    return ADAPTERS[number % 2], f"/toy/{ADAPTERS[number // 2 % 2]}"
+
+
+async def fetch_read(server: ToyServer, client: Client) -> list[str]:
+    """Fetch what a stream has read inside the model, which only its tenant may."""
+    whole, asked = client.whole, client.asked
+    reads = "capture" in asked.call.body.get("interp", {}) and asked.name.endswith(".stream")
+    if not reads or client.has_left or whole is None or whole.error is not None:
+        return []
+    path, found = f"/v1/interp/results/{whole.answer_id}", list[str]()
+    for who, key in KEYS.items():
+        reply = await server.ask("GET", path, key)
+        if (reply.status == 200) != (TENANTS[who] == TENANTS[asked.tenant]):
+            found.append(f"{path}: {key} gets {reply.status}")
+        elif reply.status == 200:
+            client.read = read_values(InterpResult(reply.body).body("float"))
+    return found
+
+
 class HttpRun:
     """One history. `asked` has its requests."""
 
@@ -66,6 +98,8 @@ class HttpRun:
 
     async def go(self) -> Outcome:
         await self._server.fresh(self._history.shape)
+        if self._history.shape.get("limit_s"):
+            self._server.on_turn = self._count_overdue
         self._name = f"history-{self._server.num_histories}"
         for event in self._history.events:
             kind, *rest = event
@@ -105,6 +139,8 @@ class HttpRun:
                 server.backend.client.frozen_turns = turns
             case ("late", turns):
                 server.backend.client.late_turns = turns
+            case ("load_adapter", number):
+                await self._load_adapter(*adapter_of(number))
             case ("wait", seconds):
                 server.clock.advance(min(seconds, MAX_WAIT_S))
 
@@ -118,9 +154,24 @@ class HttpRun:
                 each.connection.read(SLOW_BYTES)
         await self._server.turn()
 
+    def _count_overdue(self) -> None:
+        client, now = self._server.backend.client, self._server.clock.now
+        if client.frozen_turns or client.late_turns:
+            return
+        for each in self.outcome.clients.values():
+            is_late = now > each.submitted_at + self._history.shape["limit_s"]
+            each.num_overdue += is_late and not each.connection.is_closing()
+
     async def _strike(self, fault: Fault) -> None:
         with faults.planned(fault):
             await self._turn()
+
+    async def _load_adapter(self, name: str, path: str) -> None:
+        """An operator gives another adapter a name. Requests that have begun keep theirs."""
+        body = {"lora_name": name, "lora_path": path, "load_inplace": True}
+        reply = await self._server.ask("POST", "/v1/load_lora_adapter", ADMIN, body)
+        if reply.status != 200:
+            self.outcome.wrong.append(f"adapter {name}: {reply.body.decode()}")
 
     def _submit(self, index: int) -> None:
         asked = self._asked[index]
@@ -128,7 +179,7 @@ class HttpRun:
         call = asked.call
         headers = {**call.headers, "x-request-id": self._request_id(index)}
         connection = self._server.connect("POST", call.path, call.body, headers, room)
-        self.outcome.clients[index] = Client(asked, connection)
+        self.outcome.clients[index] = Client(asked, connection, self._server.clock.now)
 
     def _request_id(self, index: int) -> str:
         return f"{self._name}-{index}"
@@ -159,7 +210,11 @@ class HttpRun:
         outcome.wrong += [each.death for each in server.backend.clients if each.death]
         history = server.app.state.services.history
         for index, client in outcome.clients.items():
+            if client.num_overdue > OVERDUE_TURNS and not client.asked.is_slow:
+                wrong = f"request {index}: it was open for {client.num_overdue} turns too long"
+                outcome.wrong.append(wrong)
             client.record = await history.find(self._request_id(index), None)
+            outcome.wrong += await fetch_read(server, client)
         for each in server.backend.engines:
             outcome.seen["preemptions"] += each.scheduler.num_preemptions
             outcome.seen["hits"] += each.kv.num_hit

@@ -4,13 +4,20 @@ A request is a raw prompt or a conversation. All APIs of one kind must give the 
 What an API can't say makes `spell` return None, unless it only concerns how the request is served.
 """
 
+import base64
+import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
+from io import BytesIO
 from typing import Any
+
+from PIL import Image
 
 from tests.oracle.http.keys import KEYS
 from tests.oracle.requests import FEATURES, DrawnRequest
+from tests.oracle.toy_model import SITES, WIDTH
 
 WORDS = ("alpha ", "beta, ", "ab", "cd e", " é☺", "1. ", "\nabc", "xyz ", '"q" ', "a b c ")
 TOOLS: tuple[dict[str, Any], ...] = (
@@ -102,7 +109,7 @@ def spell(drawn: DrawnRequest, name: str, model: str = "toy") -> Call | None:
 
 def needs_chat(drawn: DrawnRequest) -> bool | None:
     """Whether the request must be a conversation; None: it may be one."""
-    if "tools" in drawn or "reasoning" in drawn or "follows" in drawn:
+    if not drawn.features.keys().isdisjoint(("tools", "reasoning", "follows", "image")):
         return True
     return False if "echo" in drawn or "score_prompt" in drawn else None
 
@@ -122,7 +129,38 @@ def _sampling(drawn: DrawnRequest) -> Body:
 
 
 def _messages(drawn: DrawnRequest) -> list[Body]:
-    return [{"role": "user", "content": prompt_text(drawn)}]
+    text = prompt_text(drawn)
+    if "image" not in drawn:
+        return [{"role": "user", "content": text}]
+    picture = {"type": "image_url", "image_url": {"url": _data_url(drawn)}}
+    return [{"role": "user", "content": [picture, {"type": "text", "text": text}]}]
+
+
+def _data_url(drawn: DrawnRequest) -> str:
+    return f"data:image/png;base64,{picture(drawn['image'][0])}"
+
+
+@cache
+def picture(name: str) -> str:
+    """An image file in base64, which is another one for each name."""
+    file = BytesIO()
+    Image.frombytes("RGB", (4, 4), hashlib.sha384(name.encode()).digest()).save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def _interp(drawn: DrawnRequest) -> Body:
+    """What a request reads and changes inside the model."""
+    found: Body = {}
+    if "captures" in drawn:
+        found["capture"] = [{"site": site, "phase": phase} for site, phase in drawn["captures"]]
+        if len(drawn["captures"]) > 1:
+            found["lens"] = {"layers": [0, 1], "top": 3}
+    if "steering" in drawn:
+        name, phase = drawn["steering"]
+        vector = [0.25 if name == "up" else -0.25] * WIDTH
+        edit = {"site": SITES[0].name, "op": "add", "scale": 0.5, "vector": vector, "phase": phase}
+        found["edit"] = [edit]
+    return {"interp": found} if found else {}
 
 
 def _renamed(sampling: Body, names: Mapping[str, str]) -> Body:
@@ -144,7 +182,7 @@ def _structured(drawn: DrawnRequest) -> Body:
 
 
 def _openai(drawn: DrawnRequest, sampling: Body) -> Body:
-    body = sampling | _structured(drawn) | {"return_token_ids": True}
+    body = sampling | _structured(drawn) | {"return_token_ids": True} | _interp(drawn)
     if "prediction" in drawn:
         body["prediction"] = {"type": "content", "content": "ab abc cd. a 1"}
     if "progress" in drawn:
@@ -154,14 +192,19 @@ def _openai(drawn: DrawnRequest, sampling: Body) -> Body:
 
 def _completions(drawn: DrawnRequest, sampling: Body) -> Body | None:
     scores = sampling.pop("score_prompt", False)
-    if scores and "logprobs" not in sampling:
+    if (scores and "logprobs" not in sampling) or _may_not_read(drawn):
         return None
     body = _openai(drawn, sampling) | {"prompt": prompt_text(drawn)}
     return body | {"echo": True} if scores or "echo" in drawn else body
 
 
+def _may_not_read(drawn: DrawnRequest) -> bool:
+    """Whether it reads activations, and may end at a text."""
+    return "captures" in drawn and ("stop" in drawn or "stop_regex" in drawn)
+
+
 def _chat(drawn: DrawnRequest, sampling: Body) -> Body | None:
-    if "score_prompt" in sampling:
+    if "score_prompt" in sampling or _may_not_read(drawn):
         return None
     top = sampling.pop("logprobs", None)
     body = _openai(drawn, sampling) | {"messages": _messages(drawn)} | _tools(drawn)
@@ -192,7 +235,13 @@ def _responses(drawn: DrawnRequest, sampling: Body) -> Body | None:
         return None
     body = _renamed(sampling, {"max_tokens": "max_output_tokens"})
     top = body.pop("logprobs", None)
-    body["input"] = prompt_text(drawn)
+    body["input"] = text = prompt_text(drawn)
+    if "image" in drawn:
+        parts = [
+            {"type": "input_image", "image_url": _data_url(drawn)},
+            {"type": "input_text", "text": text},
+        ]
+        body["input"] = [{"role": "user", "content": parts}]
     if top is not None:
         body |= {"include": ["message.output_text.logprobs"], "top_logprobs": top}
     if "tools" in drawn:
@@ -211,6 +260,9 @@ def _anthropic(drawn: DrawnRequest, sampling: Body) -> Body | None:
     if sampling["temperature"] or not sampling.keys() <= {"temperature", "max_tokens", "stop"}:
         return None
     body = _renamed(sampling, {"stop": "stop_sequences"}) | {"messages": _messages(drawn)}
+    if "image" in drawn:
+        source = {"type": "base64", "media_type": "image/png", "data": picture(drawn["image"][0])}
+        body["messages"][0]["content"][0] = {"type": "image", "source": source}
     if "tools" in drawn:
         body["tools"] = [
             {
@@ -253,7 +305,8 @@ def _ollama_chat(drawn: DrawnRequest, sampling: Body) -> Body | None:
     body = _ollama_options(drawn, sampling)
     if body is None:
         return None
-    body |= {"messages": _messages(drawn)} | _tools(drawn)
+    message = {"role": "user", "content": prompt_text(drawn), **_ollama_images(drawn)}
+    body |= {"messages": [message]} | _tools(drawn)
     body.pop("tool_choice", None)
     return body | {"think": True} if "reasoning" in drawn else body
 
@@ -262,8 +315,12 @@ def _ollama_generate(drawn: DrawnRequest, sampling: Body) -> Body | None:
     body = _ollama_options(drawn, sampling)
     if body is None:
         return None
-    body["prompt"] = prompt_text(drawn)
+    body |= {"prompt": prompt_text(drawn), **_ollama_images(drawn)}
     return body | {"think": True} if "reasoning" in drawn else body
+
+
+def _ollama_images(drawn: DrawnRequest) -> Body:
+    return {"images": [picture(drawn["image"][0])]} if "image" in drawn else {}
 
 
 def _ollama_raw(drawn: DrawnRequest, sampling: Body) -> Body | None:
@@ -321,27 +378,34 @@ def _kserve_json(drawn: DrawnRequest, sampling: Body) -> Body | None:
 
 
 _SERVING = frozenset({"salt", "priority", "adapter"})
-_ALL_CHAT = _SERVING | {"tools", "reasoning", "grammar", "follows"}
+_ALL_CHAT = _SERVING | {"tools", "reasoning", "grammar", "follows", "image"}
+_TAPS = frozenset({"captures", "steering"})
+_TEXT = _SERVING | _TAPS | {"grammar"}
+_CHAT = _ALL_CHAT | _TAPS
 _KSERVE = "/v2/models/{model}/generate"
 APIS = {
-    "completions": Api("/v1/completions", False, _completions, says=_SERVING | {"grammar", "echo"}),
+    "completions": Api(
+        "/v1/completions", False, _completions, says=_SERVING | _TAPS | {"grammar", "echo"}
+    ),
     "llamacpp": Api("/completion", False, _llamacpp, says=_SERVING | {"grammar"}),
     "sglang": Api("/generate", False, _sglang, says=_SERVING | {"grammar"}),
     "kserve": Api(_KSERVE, False, _kserve, _KSERVE + "_stream", says=_SERVING | {"grammar"}),
     "kserve_json": Api(_KSERVE, False, _kserve_json, _KSERVE + "_stream", says=_SERVING),
     "ollama_raw": Api("/api/generate", False, _ollama_raw, says=_SERVING | {"grammar"}),
-    "chat": Api("/v1/chat/completions", True, _chat, says=_ALL_CHAT),
-    "foreign": Api("/v1/chat/completions", True, _foreign, says=_ALL_CHAT),
-    "azure": Api("/openai/deployments/{model}/chat/completions", True, _chat, says=_ALL_CHAT),
+    "chat": Api("/v1/chat/completions", True, _chat, says=_CHAT),
+    "foreign": Api("/v1/chat/completions", True, _foreign, says=_CHAT),
+    "azure": Api(
+        "/openai/deployments/{model}/chat/completions", True, _chat, says=_ALL_CHAT | _TAPS
+    ),
     "responses": Api(
-        "/v1/responses", True, _responses, says=_SERVING | {"tools", "grammar", "follows"}
+        "/v1/responses", True, _responses, says=_SERVING | {"tools", "grammar", "follows", "image"}
     ),
     "anthropic": Api(
         "/v1/messages",
         True,
         _anthropic,
         key_header="x-api-key",
-        says=frozenset({"tools", "reasoning", "grammar", "adapter", "follows"}),
+        says=frozenset({"tools", "reasoning", "grammar", "adapter", "follows", "image"}),
     ),
     "ollama_chat": Api("/api/chat", True, _ollama_chat, says=_ALL_CHAT),
     "ollama_generate": Api(

@@ -5,34 +5,45 @@ gives alone, in every API.
 """
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.oracle.http.__main__ import run
+from tests.oracle.histories import History
+from tests.oracle.http.__main__ import Dialects, Histories, run
+from tests.oracle.http.check import HttpOracle
+from tests.oracle.http.toy_server import toy_server
 
-FAILING = Path(__file__).with_name("failing.jsonl")  # seeds that once differed
+# Histories that once differed, each with what was wrong
+FAILING = Path(__file__).with_name("failing.jsonl")
 # What the histories must meet, so that they mean something
 MET = ("preemptions", "hits", "kill", "swap", "cancel")
 
 
-def kept(kind: str) -> list[int]:
+def kept() -> list[tuple[str, History]]:
     lines = map(json.loads, FAILING.read_text().splitlines())
-    return [each["seed"] for each in lines if each["kind"] == kind]
+    return [(each["was"], History.from_json(each["history"])) for each in lines]
 
 
-def test_requests_over_http_give_what_they_give_alone() -> None:
-    result = run("histories", range(1, 51))
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpOracle]:
+    with toy_server(tmp_path_factory.mktemp("toy")) as server:
+        yield HttpOracle(server)
+
+
+def test_requests_over_http_give_what_they_give_alone(oracle: HttpOracle) -> None:
+    result = run(Histories(oracle), range(39, 99))
     assert not result["failures"], f"python -m tests.oracle.http --seed {result['failures']}"
     seen = result["seen"]
     assert isinstance(seen, dict) and not [kind for kind in MET if not seen.get(kind)]
 
 
-def test_all_apis_tell_the_same_result() -> None:
-    result = run("dialects", range(1, 13))
+def test_all_apis_tell_the_same_result(oracle: HttpOracle) -> None:
+    result = run(Dialects(oracle), range(1, 13))
     assert not result["failures"], "python -m tests.oracle.http --kind dialects"
 
 
-@pytest.mark.parametrize("kind", ["histories", "dialects"])
-def test_seeds_that_once_differed(kind: str) -> None:
-    assert not run(kind, kept(kind))["failures"]
+@pytest.mark.parametrize(("was", "history"), kept())
+def test_a_history_that_once_differed(oracle: HttpOracle, was: str, history: History) -> None:
+    assert not oracle.check(history).wrong, f"{was}\n{history}"

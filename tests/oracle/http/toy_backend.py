@@ -2,13 +2,16 @@
 time passes only in steps, so histories are reproducible.
 """
 
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from engine.adapters.served import ServedAdapter
+from engine.adapters import served
+from engine.adapters.served import ServedAdapter, ServedAdapters
 from engine.backends.custom.base_custom import CustomBackend
 from engine.core.interfaces.request import (
     AdapterRef,
@@ -17,10 +20,12 @@ from engine.core.interfaces.request import (
     GenerateRequest,
     ToEngine,
 )
+from engine.frontend import prompts
 from engine.frontend.engine_link import EngineLink
 from engine.ipc.child_process import RestartPolicy
 from engine.ipc.options import EngineOptions
 from engine.runtime.model_runner import RunnerSpec
+from engine.runtime.requests.images import ImageStore
 from tests.oracle.clock import Clock
 from tests.oracle.engines import Engine, GivenGrammars, Parts
 from tests.oracle.histories import Shape
@@ -28,11 +33,11 @@ from tests.oracle.http.toy_model import (
     MAX_SEQ_LEN,
     VOCAB,
     TextToyRunner,
-    ToyAdapter,
     compile_now,
     toy_text,
 )
 from tests.oracle.server import MAX_REVIVALS, DrivenClient
+from tests.oracle.toy_model import ToyEncoder, read_adapter
 from tests.support.files.lora_files import InlinePlaces
 
 ADAPTERS = ("red", "blue")
@@ -41,6 +46,16 @@ ALONE: Shape = {
     **{"block_size": 4, "depth": 0, "num_blocks": 512, "max_slots": 4, "budget": 256},
     **{"sharing": False, "speculates": False, "num_adapters": 2, "grammar_delay": 0},
 }
+
+
+@contextmanager
+def without_threads_and_files() -> Iterator[None]:
+    """An adapter of the toy model is only a path, and no prompt is too long for this thread."""
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(prompts, "is_long", return_value=False))
+        for name in ("check_is_adapter", "validate", "tenant_of"):
+            stack.enter_context(mock.patch.object(served, name, return_value=None))
+        yield
 
 
 class InlineExecutor(ThreadPoolExecutor):
@@ -65,10 +80,6 @@ class _NoChecker:
         pass
 
 
-def _read_adapter(path: Path) -> ToyAdapter:
-    return ToyAdapter(path.name)
-
-
 def new_engine(shape: Shape, clock: Clock) -> Engine:
     spec = RunnerSpec(
         shape["block_size"],
@@ -84,7 +95,8 @@ def new_engine(shape: Shape, clock: Clock) -> Engine:
         GivenGrammars(compile_now, shape["grammar_delay"]),
         num_blocks=shape["num_blocks"],
         speculates=shape["speculates"],
-        adapters=partial(InlinePlaces, runner, _read_adapter, shape["num_adapters"], 1),
+        images=ImageStore(ToyEncoder(), embed_bytes=8),
+        adapters=partial(InlinePlaces, runner, read_adapter, shape["num_adapters"], 1),
     )
     return Engine(parts, shape)
 
@@ -121,7 +133,7 @@ class WatchedClient(DrivenClient):
 class ToyTextBackend(CustomBackend):
     """Serves the toy model with text. A history steps its engines."""
 
-    framework = "toy"
+    framework = "native"  # which reads images and takes taps, as the toy model does
 
     def __init__(self, shape: Shape, clock: Clock) -> None:
         options = EngineOptions(model_path="toy", framework="toy", block_size=shape["block_size"])
@@ -140,6 +152,7 @@ class ToyTextBackend(CustomBackend):
 
         policy = RestartPolicy(max_deaths=MAX_REVIVALS, clock=clock)
         self._link = EngineLink(make_client, policy, max_revivals=MAX_REVIVALS, move=self._move)
+        self._adapters = ServedAdapters(self._link)
         self._preparer._encoders = InlineExecutor()
         self._preparer._checker = _NoChecker()  # type: ignore[assignment]
 
@@ -147,10 +160,16 @@ class ToyTextBackend(CustomBackend):
         self._files = "toy"
         await self._link.start()
         self._text = toy_text()
-        for name in ADAPTERS:
-            ref = AdapterRef(name, f"/toy/{name}", False)
-            self._adapters.served[name] = ServedAdapter(ref, 1, 8, 0, None)
+        refs = {name: AdapterRef(name, f"/toy/{name}", False) for name in ADAPTERS}
+        self.serve({name: ServedAdapter(ref, 1, 8, 0, None) for name, ref in refs.items()})
         return "toy://"
+
+    @property
+    def adapters(self) -> Mapping[str, ServedAdapter]:
+        return self._adapters.served
+
+    def serve(self, adapters: Mapping[str, ServedAdapter]) -> None:
+        self._adapters.served = dict(adapters)
 
     @property
     def client(self) -> DrivenClient:

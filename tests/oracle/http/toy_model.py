@@ -1,39 +1,49 @@
-"""A toy model that writes text: bytes as tokens, control tokens, and a chat template with tools and
-reasoning. Its logits are a hash of its KV cells, as in `tests/support/toy_engine`.
+"""A toy model that writes text: bytes as tokens, control tokens, and a chat template with tools,
+reasoning and images. Its logits are a hash of its KV cells, as in `tests/oracle/toy_model.py`.
 
 A few tokens are likely, so that stop strings, markers and broken characters occur. Grammars reach
 all others.
 """
 
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from engine.architectures.vision import ImageProcessing, VisionConfig
 from engine.core.text.tokenizer import Tokenizer
 from engine.core.text.tokenizer_gguf import tables_from_gguf
 from engine.frontend.text_model import TextModel, text_model
 from engine.runtime.model_runner import BatchInputs, RunnerSpec
 from engine.runtime.requests.grammar import Grammars, Vocabulary
 from tests.oracle.clock import Clock
-from tests.support.toy_engine.runner import ToyRunner, mix, scatter
+from tests.oracle.toy_model import WIDTH, WholeToyRunner, number_of
+from tests.support.toy_engine.runner import mix, scatter
 
-CONTROL = ("<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>")
+CONTROL = (
+    *("<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>"),
+    *("<image>", "<pixels>", "</image>"),
+)
 MERGES = ("a b", "ab c", "c d")
 NUM_BYTES = 256
 VOCAB = NUM_BYTES + len(MERGES) + len(CONTROL)
 MAX_SEQ_LEN = 512
 STEP_S = 0.001
-START, END, THINK, THOUGHT, CALL, CALLED = range(VOCAB - len(CONTROL), VOCAB)
+START, END, THINK, THOUGHT, CALL, CALLED, IMAGE, PIXELS, IMAGED = range(VOCAB - len(CONTROL), VOCAB)
 # Markers are less likely than letters, so that most answers have several tokens.
 LIKELY = (
     *b"abcdefghij .,\n0123",
     *"é☺".encode(),
     *range(NUM_BYTES, NUM_BYTES + len(MERGES)),
     *(THOUGHT, CALL, CALLED, THINK),
+)
+# An image is 4 by 4 pixels, of which the encoder makes 4 embeddings.
+VISION = VisionConfig(
+    *("gemma3", PIXELS, IMAGE, IMAGED),
+    *(4, 2, 8, 1, 1, 8, 1e-6, 1, WIDTH),
+    ImageProcessing(),
 )
 _BONUS = np.full(VOCAB, -40.0)
 _BONUS[list(LIKELY)] = 0.0
@@ -47,7 +57,9 @@ TEMPLATE = """{%- if tools -%}
 {%- for message in messages -%}
 <|im_start|>{{ message.role }}
 {%- if message.reasoning_content %} <think>{{ message.reasoning_content }}</think>{% endif %}
-{{ message.content }}
+{% if message.content is string %}{{ message.content }}{% else %}
+{%- for part in message.content %}
+{%- if part.type == "image" %}<image>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}
 {%- for call in message.tool_calls or [] %}
 <tool_call>
 {"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
@@ -89,8 +101,8 @@ def toy_text() -> TextModel:
         eos_ids=(END,),
         vocab_size=VOCAB,
         encoder=None,
-        vision=None,
-        hidden_size=8,
+        vision=VISION,
+        hidden_size=WIDTH,
         max_position=MAX_SEQ_LEN,
         num_params=1,
     )
@@ -110,42 +122,22 @@ def compile_now(grammar: str) -> "Future[Any]":
     return future
 
 
-@dataclass(frozen=True)
-class ToyAdapter:
-    """An adapter, as read and as packed."""
-
-    key: str
-    max_rank: int = 1
-    changes_head: bool = False
-    num_bytes: int = 8
-
-
-class TextToyRunner(ToyRunner):
-    """Computes the toy model. An adapter changes the cells of its rows. A step takes time."""
+class TextToyRunner(WholeToyRunner):
+    """Computes the toy model. A step takes time."""
 
     vocab_size = VOCAB
+    kv_identity = "text toy"
 
     def __init__(self, spec: RunnerSpec, clock: Clock) -> None:
         super().__init__(spec)
         self._clock = clock
-        self._adapters: dict[int, str] = {}
-        self.num_steps = 0
-
-    def pack_adapter(self, adapter: ToyAdapter) -> ToyAdapter:
-        return adapter
-
-    def set_adapter(self, number: int, packed: ToyAdapter) -> None:
-        self._adapters[number] = packed.key
 
     def forward(self, inputs: BatchInputs) -> Any:
-        self.num_steps += 1
         self._clock.advance(STEP_S)
         return super().forward(inputs)
 
-    def new_cell(self, inputs: BatchInputs, row: int, index: int, parent: int, token: int) -> int:
-        cell = super().new_cell(inputs, row, index, parent, token)
-        place = int(inputs.adapter_ids[row])
-        return mix(cell, *self._adapters[place].encode()) if place else cell
+    def unembed(self, x: np.ndarray) -> np.ndarray:
+        return np.array([scatter(number_of(row), VOCAB) for row in x], np.float32)
 
     def logits_after(self, cells: list[int]) -> np.ndarray:
         return scatter(mix(*cells), VOCAB) * 8.0 + _BONUS

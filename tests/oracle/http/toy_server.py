@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,8 +17,13 @@ from engine.servers.http.protocol import http_server
 from tests.oracle.clock import Clock, given_clock
 from tests.oracle.histories import Shape
 from tests.oracle.http.keys import write_keys
-from tests.oracle.http.reading import parse_reply
-from tests.oracle.http.toy_backend import ALONE, InlineExecutor, ToyTextBackend
+from tests.oracle.http.reading import Reply, parse_reply
+from tests.oracle.http.toy_backend import (
+    ALONE,
+    InlineExecutor,
+    ToyTextBackend,
+    without_threads_and_files,
+)
 from tests.support.servers.live_server import make_settings
 
 T = TypeVar("T")
@@ -26,6 +31,7 @@ MAX_CALLBACKS = 5000
 MAX_TURNS = 4000
 FRONTEND_S = 1e-4
 RESTART_TICK_S = 0.02
+NO_LIMIT_S = 86400.0
 # Parameters that neither a request nor the defaults of its API may override unnoticed
 PRESET = {"temperature": 0.9, "top_k": 50, "top_p": 0.97, "min_p": 0.01}
 
@@ -107,6 +113,7 @@ class ToyServer:
         self._state = ServerState()
         self._backend: ToyTextBackend | None = None
         self._shape: Shape = {}
+        self.on_turn: Callable[[], None] = lambda: None  # called after each turn
         self.num_histories = 0
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -114,9 +121,17 @@ class ToyServer:
 
     async def fresh(self, shape: Shape) -> None:
         await self.close()
-        self._shape = shape
+        self._shape, self.on_turn = shape, lambda: None
+        self._limit_time(shape.get("limit_s") or NO_LIMIT_S)
         self.num_histories += 1
         await self._begin(ToyTextBackend(shape, self.clock))
+
+    def _limit_time(self, seconds: float) -> None:
+        """Requests of this history must end within so many seconds."""
+        services = self.app.state.services
+        limited = services.settings.server.model_copy(update={"request_timeout_s": seconds})
+        settings = services.settings.model_copy(update={"server": limited})
+        object.__setattr__(services, "settings", settings)  # they are frozen
 
     async def close(self) -> None:
         if self._backend is not None:
@@ -158,6 +173,7 @@ class ToyServer:
         self.backend.client.turn()
         await self.settle()
         self.clock.advance(FRONTEND_S)
+        self.on_turn()
 
     async def kill(self, num_read: int) -> None:
         """Kill the engine. The next one is there when time has passed."""
@@ -173,6 +189,7 @@ class ToyServer:
         backend = ToyTextBackend(self._shape, self.clock)
         backend.seen = old.seen
         await self._begin(backend)
+        backend.serve(old.adapters)
         assert old.hand_over(self.backend) is not None
         await old.stop()
         self.backend.engines[:0] = old.engines
@@ -189,28 +206,27 @@ class ToyServer:
             await self.turn()
         return False
 
-    async def get(self, path: str, key: str) -> tuple[int, Any]:
-        """The answer to a request that needs no engine."""
-        headers = {"authorization": f"Bearer {key}"}
-        connection = self.connect("GET", path, None, headers)
+    async def ask(self, method: str, path: str, key: str, body: Any = None) -> Reply:
+        """The reply to a request beside those of the history."""
+        connection = self.connect(method, path, body, {"authorization": f"Bearer {key}"})
         await self.finish([connection])
         reply = parse_reply(bytes(connection.received))
         assert reply is not None
-        return reply.status, json.loads(reply.body)
+        return reply
 
 
 @contextmanager
 def toy_server(folder: Path) -> Iterator[ToyServer]:
     """A server that is used again for many histories, because building its routes takes long."""
     settings = make_settings(
-        server={"keys_file": write_keys(folder / "keys.json"), "request_timeout_s": 86400.0},
+        server={"keys_file": write_keys(folder / "keys.json"), "request_timeout_s": NO_LIMIT_S},
         storage={"path": folder / "storage"},
         requests={"keep": 4096},
         tables=NamedTables(presets={"toy": PresetTable(parameters=PRESET)}),
     )
     loop = asyncio.new_event_loop()
     loop.set_default_executor(InlineExecutor())
-    with given_clock("http") as clock:
+    with given_clock("http") as clock, without_threads_and_files():
         app = create_app(settings, ToyTextBackend(ALONE, clock), Metrics("toy"))
         app.state.services.objects.database._thread = InlineExecutor()
         server = ToyServer(app, clock, loop)
