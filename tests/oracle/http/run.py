@@ -38,7 +38,7 @@ class Client:
 
     asked: Asked
     connection: Connection
-    submitted_at: float
+    seen_at: float | None = None  # when the engine had read it
     num_overdue: int = 0  # turns in which it was open after its time limit
     has_left: bool = False
     record: RequestRecord | None = None  # what the server knows of it at its end
@@ -159,7 +159,8 @@ class HttpRun:
         if client.frozen_turns or client.late_turns:
             return
         for each in self.outcome.clients.values():
-            is_late = now > each.submitted_at + self._history.shape["limit_s"]
+            each.seen_at = now if each.seen_at is None else each.seen_at
+            is_late = now > each.seen_at + self._history.shape["limit_s"]
             each.num_overdue += is_late and not each.connection.is_closing()
 
     async def _strike(self, fault: Fault) -> None:
@@ -179,7 +180,7 @@ class HttpRun:
         call = asked.call
         headers = {**call.headers, "x-request-id": self._request_id(index)}
         connection = self._server.connect("POST", call.path, call.body, headers, room)
-        self.outcome.clients[index] = Client(asked, connection, self._server.clock.now)
+        self.outcome.clients[index] = Client(asked, connection)
 
     def _request_id(self, index: int) -> str:
         return f"{self._name}-{index}"
