@@ -169,6 +169,7 @@ _REASONS = {
     "interp.edit: with these edits, the model produced non-finite values; use smaller vectors and"
     " scales.": "nonfinite",
     "The engine failed on this request.": "crossed",
+    "The model failed on this request.": "crossed",
     "The engine died each time it ran this request.": "deaths",
 }
 

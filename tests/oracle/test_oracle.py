@@ -29,7 +29,7 @@ def kept() -> list[tuple[str, str, History]]:
 
 
 def test_toy_requests_give_what_they_give_alone() -> None:
-    result = run(LEVELS["toy"](), range(1, 301))
+    result = run(LEVELS["toy"](), range(1, 361))
     assert not result["failures"], f"python -m tests.oracle --only --seed {result['failures'][0]}"
     assert not [kind for kind in MET if not result["seen"].get(kind)]
 
