@@ -4,7 +4,7 @@ A phase begins when the one before it ends, so the phases of a request add up to
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.core.interfaces.timeline import WAITS, Timeline
 from engine.core.observability.tracing import Attribute, BackendWork
@@ -87,7 +87,10 @@ def details_of(work: BackendWork) -> list[PlannedSpan]:
         details.append(
             PlannedSpan("preempted", pause.at, until, {"engine.lost_tokens": pause.num_lost})
         )
-    return details
+    # The engine learns of a stop string from the frontend, so it may work beyond the end.
+    end = work.ended_at
+    begun = [each for each in details if each.began_at <= end]
+    return [replace(each, ended_at=min(each.ended_at, end)) for each in begun]
 
 
 def _first_timeline(work: BackendWork) -> Timeline | None:
