@@ -80,8 +80,8 @@ def check_power_of_two(value: int) -> int:
 
 
 def _check_origin(value: str) -> str:
-    if value != "*" and not re.fullmatch(r"https?://[^/\s?#]+", value):
-        raise ValueError('must be "*" or an origin such as "https://app.example.com"')
+    if value not in ("*", "localhost") and not re.fullmatch(r"https?://[^/\s?#]+", value):
+        raise ValueError('must be "*", "localhost" or an origin such as "https://app.example.com"')
     return value
 
 

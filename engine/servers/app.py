@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from fastapi import Depends, FastAPI
 from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -25,6 +24,7 @@ from engine.core.key_file import NO_LIMITS
 from engine.core.observability.metrics import Metrics
 from engine.core.observability.tracing import new_telemetry
 from engine.servers.access.auth import Authenticator, BrowserGuard, KeyRing
+from engine.servers.access.origins import AllowedOrigins, CorsLayer
 from engine.servers.access.quotas import AuthThrottle, Quotas
 from engine.servers.http.errors import install_error_handlers
 from engine.servers.http.request_log import RequestHistory, RequestLog
@@ -298,15 +298,6 @@ def _layers(services: Services, telemetry: "Telemetry | None") -> list[Middlewar
         Middleware(BrowserGuard, server=settings.server),
     ]
     if settings.server.enable_cors:
-        layers.append(
-            Middleware(
-                CORSMiddleware,
-                allow_origins=settings.server.allowed_origins,
-                allow_methods=["GET", "POST", "DELETE"],
-                # All request headers are allowed, because OpenAI's SDK sends many x-stainless-*
-                # headers. The server uses no cookies.
-                allow_headers=["*"],
-                expose_headers=EXPOSED_HEADERS,
-            )
-        )
+        origins = AllowedOrigins(settings.server.allowed_origins)
+        layers.append(Middleware(CorsLayer, origins=origins, exposed=EXPOSED_HEADERS))
     return layers

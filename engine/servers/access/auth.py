@@ -37,6 +37,7 @@ from engine.core.errors import (
 )
 from engine.core.interfaces.backend import ModelCard
 from engine.core.key_file import NO_LIMITS, KeyEntry, KeyLimits, read_keys
+from engine.servers.access.origins import AllowedOrigins
 from engine.servers.http.errors import error_response
 from engine.servers.http.request_log import record_of
 
@@ -373,7 +374,7 @@ class BrowserGuard:
         # DNS rebinding needs a host name. Numeric addresses can't be rebound, so a server bound to
         # all interfaces accepts any numeric `Host`.
         self._any_address = bound in ("0.0.0.0", "[::]")
-        self._origins = frozenset(server.allowed_origins)
+        self._origins = AllowedOrigins(server.allowed_origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = self._refusal(scope) if scope["type"] == "http" else None
@@ -411,7 +412,7 @@ class BrowserGuard:
         )
 
     def _is_friendly(self, origin: str, hosts: list[str]) -> bool:
-        if "*" in self._origins or origin in self._origins:
+        if origin in self._origins:
             return True
         try:
             return [urlsplit(origin).netloc.lower()] == [host.lower() for host in hosts]

@@ -19,6 +19,7 @@ callback in which the tokens arrived.
 import asyncio
 import contextlib
 import functools
+import re
 import resource
 import socket
 import weakref
@@ -84,15 +85,27 @@ class HeadTooLargeError(Exception):
     """
 
 
+_CONTINUE = b"HTTP/1.1 100"
+# The name of a header, in the head of an answer.
+_HEADER_NAME = re.compile(rb"(?<=\r\n)[a-z0-9-]+(?=:)")
+
+
 class AnswerTransport:
     """The transport of a connection, as the code of uvicorn sees it that writes one answer. It asks
-    the connection before it closes it.
+    the connection before it closes it. It writes the names of headers with capitals, for clients
+    that know no others.
     """
 
     def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
-        self.write = transport.write
+        self._transport = transport
+        self.write = self._write_head
         self.is_closing = transport.is_closing
         self.close = close
+
+    def _write_head(self, data: bytes) -> None:
+        if not data.startswith(_CONTINUE):
+            self.write = self._transport.write
+        self._transport.write(_HEADER_NAME.sub(lambda name: name[0].title(), data))
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -189,7 +202,7 @@ class LimitedProtocol(HttpToolsProtocol):
             (b"content-length", b"%d" % len(msg)),
             (b"connection", b"close"),
         ]
-        lines = b"".join(b"%b: %b\r\n" % each for each in headers)
+        lines = b"".join(b"%b: %b\r\n" % (name.title(), value) for name, value in headers)
         self.transport.write(STATUS_LINE[400] + lines + b"\r\n" + msg.encode("ascii"))
         self._close(may_send=True)
 

@@ -254,6 +254,25 @@ async def test_cors_headers_are_sent_for_listed_origins_only() -> None:
         assert posted.status_code == 403
 
 
+async def test_localhost_stands_for_all_origins_of_this_machine() -> None:
+    local = {"enable_cors": True, "cors_origins": ["localhost"], "api_key": KEY}
+    async with client_for(app_with(server=local)) as client:
+        for origin, allowed in (
+            ("http://localhost:3000", "http://localhost:3000"),
+            ("https://127.0.0.1", "https://127.0.0.1"),
+            ("http://[::1]:1", "http://[::1]:1"),
+            ("http://localhost.evil.example", None),
+            ("http://notlocalhost", None),
+            ("http://localhost:3000/x", None),
+        ):
+            asked = {"origin": origin, "access-control-request-method": "POST"}
+            answer = await client.options("/v1/chat/completions", headers=asked)
+            assert answer.headers.get("access-control-allow-origin") == allowed
+            sent = BEARER | {"origin": origin}
+            posted = await client.post("/v1/chat/completions", json=chat(), headers=sent)
+            assert posted.status_code == (403 if allowed is None else 200)
+
+
 async def test_interactive_api_docs_are_not_served() -> None:
     async with client_for(app_with()) as client:
         for path in ("/docs", "/redoc"):

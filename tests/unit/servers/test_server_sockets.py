@@ -349,3 +349,13 @@ def test_connections_use_tcp_nodelay() -> None:
     """asyncio sets TCP_NODELAY for sockets whose protocol is named, and for no others."""
     with bind_socket(make_settings(server={"port": 0})) as sock:
         assert sock.proto == socket.IPPROTO_TCP
+
+
+@pytest.mark.parametrize("path", ["/livez", "/v1/chat/completions", "/" + "x" * 20_000])
+def test_names_of_headers_have_capitals(server: LiveServer, path: str) -> None:
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+        head = connection.recv(65_536).partition(b"\r\n\r\n")[0].split(b"\r\n")[1:]
+    names = [line.partition(b":")[0] for line in head]
+    assert b"Content-Type" in names and b"Content-Length" in names
+    assert names == [name.title() for name in names]
