@@ -44,9 +44,6 @@ FOREIGN = {
     ),
     ("--mlock", "--no-mmap"): "set performance.use_mmap in engine.toml instead",
     ("--tokenizer", "--tokenizer-mode"): "a model is used with its own tokenizer; leave it out",
-    ("--chat-template", "--chat-template-file"): (
-        "set template in the table [presets.MODEL] of engine.toml instead"
-    ),
 }
 
 # Two examples of each command, which its `--help` shows at the end.

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ from engine.cli import BEGAN_AT
 from engine.cli.console import ConfigOption, ModelArgument, load_cli_settings
 from engine.cli.main import take_engine
 from engine.cli.serve_options import (
+    PRESET_FLAGS,
+    PRESET_PREFIX,
     SERVE_FLAGS,
     ApiKeyOption,
     HubOption,
@@ -89,7 +92,7 @@ def _downloaded_adapter(address: str) -> Path:
         return cached_adapter(address, progress)
 
 
-@with_flags(SERVE_FLAGS)
+@with_flags((*SERVE_FLAGS, *PRESET_FLAGS))
 def serve(
     model: ModelArgument = None,
     model_option: ModelOption = None,
@@ -111,7 +114,10 @@ def serve(
         # A secret may come from the environment, but not from flags.
         os.environ["LLM_ENGINE_API_KEY"] = api_key
         print("--api-key: other users can see it; prefer --api-key-file", file=sys.stderr)
-    _serve(config, flags)
+    preset = {key.removeprefix(PRESET_PREFIX): flags.pop(key) for key in PRESET_FLAGS}
+    if preset["max_tokens"] == -1:
+        preset["max_tokens"] = None
+    _serve(config, flags, {key: each for key, each in preset.items() if each is not None})
 
 
 def _one_model(*given: str | None) -> str | None:
@@ -123,7 +129,20 @@ def _one_model(*given: str | None) -> str | None:
     return named[0] if named else None
 
 
-def _serve(config: Path | None, flags: dict[str, Any]) -> None:
+def _loaded(config: Path | None, flags: dict[str, Any], preset: dict[str, Any]) -> "LoadedSettings":
+    """The settings, with these values in the preset of the served model."""
+    loaded = load_cli_settings(config, flags)
+    if not preset:
+        return loaded
+    from engine.core.config_tables import with_preset
+    from engine.core.store.model_store import default_name
+
+    model = loaded.settings.model
+    name = model.name or default_name(model.model_path)
+    return replace(loaded, settings=with_preset(loaded.settings, name, preset))
+
+
+def _serve(config: Path | None, flags: dict[str, Any], preset: dict[str, Any]) -> None:
     # Start the engine process first, so that it imports its modules in parallel with this process.
     process = take_engine()
     gc.disable()  # off until the server is ready, because startup creates hardly any garbage
@@ -132,14 +151,14 @@ def _serve(config: Path | None, flags: dict[str, Any]) -> None:
         from engine.core.listening import bind_probes, bind_socket
 
         faults.arm()
-        loaded = load_cli_settings(config, flags)
+        loaded = _loaded(config, flags, preset)
         check_references(loaded.settings)
         _check_role(loaded.settings)
         fetch_missing(loaded.settings)
         sock, probe_sock = bind_socket(loaded.settings), bind_probes(loaded.settings)
 
         def reread() -> "Settings":
-            return load_cli_settings(config, flags).settings
+            return _loaded(config, flags, preset).settings
 
         if loaded.settings.tables.backends:
             process.discard()  # with several backends, each one starts its own engine process

@@ -18,6 +18,7 @@ from engine.cli.console import (
     complete_model,
 )
 from engine.core.config import flag_name
+from engine.core.config_presets import ParametersTable
 from engine.core.config_schema import setting_fields, setting_flags
 
 # The heading in the help, by the section of the settings.
@@ -28,6 +29,7 @@ _HEADINGS = {
     "performance": "Memory and speed",
     "nodes": "Memory and speed",
     "logging": "Logs",
+    "metrics": "Logs",
     "storage": "Server",
 }
 # Flags of settings that other commands have as well.
@@ -38,11 +40,26 @@ _SHARED: dict[str, Any] = {
     "model.dtype": DtypeOption,
 }
 SERVE_FLAGS = tuple(key for key in setting_fields() if key in setting_flags() or key in _SHARED)
+# Names of flags that set the preset of the served model: its template, and the sampling parameters
+# of requests that set none. A parameter that is not listed has a flag of its own name.
+_PRESET_NAMES = {
+    "template": "--chat-template --chat-template-file",
+    "temperature": "--temperature --temp",
+    "repetition_penalty": "--repetition-penalty --repeat-penalty",
+    "seed": "--seed -s",
+    "max_tokens": "--max-tokens --n-predict --predict -n",
+}
+_PRESET_HELP = {
+    "template": "Chat template: a file, text, or a built-in name such as chatml.",
+    "max_tokens": "Of requests that set none; -1: no limit.",
+}
+PRESET_PREFIX = "presets."
+PRESET_FLAGS = tuple(PRESET_PREFIX + name for name in ("template", *ParametersTable.model_fields))
 # The flags that concern the engine. A node has a name of its own.
 ENGINE_FLAGS = tuple(
     key
     for key in SERVE_FLAGS
-    if not key.startswith(("server.", "storage.")) and key != "model.name"
+    if not key.startswith(("server.", "storage.", "metrics.")) and key != "model.name"
 )
 
 ModelOption = Annotated[
@@ -132,6 +149,8 @@ def _option(key: str) -> Any:
     """The type and the `typer.Option` of a setting's flag."""
     if key in _SHARED:
         return _SHARED[key]
+    if key.startswith(PRESET_PREFIX):
+        return _preset_option(key.removeprefix(PRESET_PREFIX))
     flag = setting_flags()[key]
     option = typer.Option(
         *(flag.names.split() or [flag_name(key)]),
@@ -141,6 +160,15 @@ def _option(key: str) -> Any:
         autocompletion=complete_model if flag.is_model else None,
     )
     return Annotated[_plain(setting_fields()[key].annotation) | None, option]
+
+
+def _preset_option(name: str) -> Any:
+    """The type and the `typer.Option` of a flag that sets a field of the model's preset."""
+    field = ParametersTable.model_fields.get(name)
+    names = _PRESET_NAMES.get(name) or flag_name(PRESET_PREFIX + name)
+    text = _PRESET_HELP.get(name, "Of requests that set none.")
+    option = typer.Option(*names.split(), rich_help_panel="Answers", help=text)
+    return Annotated[(str if field is None else _plain(field.annotation)) | None, option]
 
 
 def _plain(annotation: Any) -> Any:

@@ -41,7 +41,7 @@ class PresetTable(ConfigTable):
     system: str | None = Field(default=None, min_length=1, max_length=10**6)
     """System message of conversations that have none."""
     template: str | None = Field(default=None, min_length=1, max_length=10**6)
-    """Chat template in place of the model's own: Jinja text, or the path of a file with it."""
+    """Chat template in place of the model's own: Jinja text, a file with it, or a built-in name."""
     stop: tuple[Annotated[str, Field(min_length=1, max_length=1000)], ...] = Field(
         default=(), max_length=16
     )

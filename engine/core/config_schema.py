@@ -122,12 +122,15 @@ class ServerSettings(Section):
     enable_cors: bool = False
     """Send CORS headers, so that browsers may call from other origins."""
     cors_origins: Origins = ()
-    """Origins that `server.enable_cors` allows; an empty list allows every origin."""
+    """Origins that `server.enable_cors` allows; `localhost`: any of this machine; empty: all."""
     allowed_hosts: Strings = ()
     """Accepted `Host` headers besides the bound address and loopback."""
     memory_budget_mb: Megabytes | None = None
     """Memory of all models in MiB; beyond it the least recently used model is unloaded."""
-    idle_unload_s: float | None = Field(default=None, gt=0, le=10**9)
+    idle_unload_s: Annotated[
+        float | None,
+        Flag("Unload a model that idles this long.", "--idle-unload-s --sleep-idle-seconds"),
+    ] = Field(default=None, gt=0, le=10**9)
     """Unload a model after this time without a request; the next request loads it again."""
     ui: Annotated[bool, Flag("Serve the web page at /.", "--ui/--no-ui --webui/--no-webui")] = True
     """Serve the web page at `/`; if keys are set, the page asks its user for one."""
@@ -336,7 +339,7 @@ class LoggingSettings(Section):
 
 
 class MetricsSettings(Section):
-    enabled: bool = True
+    enabled: Annotated[bool, Flag("Serve Prometheus metrics.", "--metrics/--no-metrics")] = True
     """Serve Prometheus metrics."""
     endpoint: str = Field(default="/metrics", pattern=r"^(/[A-Za-z0-9_-]+)+$", max_length=128)
     """Path of the metrics."""

@@ -10,14 +10,18 @@ plugin validates its own options.
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
+import msgspec
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 
 from engine.core.config_presets import NO_BOOL, ConfigTable, PresetTable
 from engine.core.config_schema import TABLES, NamedTables
 from engine.core.errors import ConfigError
 from engine.core.suggestions import suggest
+
+if TYPE_CHECKING:
+    from engine.core.config_schema import Settings
 
 POLICIES = ("round_robin", "least_loaded", "power_of_two", "prefix", "session")
 MAX_REPLICAS = 64
@@ -190,21 +194,55 @@ def read_tables(tables: Mapping[str, Any], where: str) -> NamedTables:
 
 
 def _with_template(name: str, table: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Copy a preset's table. If its template is a path, which is relative to the configuration
-    file, it is replaced by the text of the file.
-    """
+    """Copy a preset's table, with the text of its template."""
     template = table.get("template")
-    if not isinstance(template, str) or "{{" in template or "{%" in template:
+    if not isinstance(template, str):
         return dict(table)
-    path = Path(where).parent / Path(template).expanduser()
+    origin = f"{where}: presets.{name}.template"
+    return {**table, "template": template_text(template, Path(where).parent, origin)}
+
+
+def template_text(template: str, folder: Path, origin: str) -> str:
+    """The text of a template that is given as such, by the name of a built-in template, or by the
+    path of a file, which is relative to `folder`.
+    """
+    if "{{" in template or "{%" in template:
+        return template
+    # imported late: few settings name a template
+    from engine.core.text.builtin_templates import BUILTIN_TEMPLATES
+
+    if template in BUILTIN_TEMPLATES:
+        return BUILTIN_TEMPLATES[template]
+    path = folder / Path(template).expanduser()
     try:
-        return {**table, "template": path.read_text(encoding="utf-8")}
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError(
-            f"{where}: presets.{name}.template: {path} can't be read: {reason}",
-            param=f"presets.{name}.template",
+            f"{origin}: {path} can't be read: {reason}; the names of built-in templates are"
+            f" {', '.join(BUILTIN_TEMPLATES)}",
+            param=origin.rpartition(": ")[2],
         ) from None
+
+
+def with_preset(settings: "Settings", name: str, given: Mapping[str, Any]) -> "Settings":
+    """The settings with these values in the preset of the model that clients call `name`: sampling
+    parameters, and a `template`.
+    """
+    if settings.tables.backends:
+        raise ConfigError(
+            "flags of sampling are for a server with one model; set them in [presets.ID.parameters]"
+        )
+    before = settings.tables.presets.get(name, PresetTable())
+    parameters = dict(given)
+    template = parameters.pop("template", None)
+    table = before.model_dump(exclude_none=True)
+    if template is not None:
+        table["template"] = template_text(template, Path(), "--chat-template")
+    table["parameters"] = table.get("parameters", {}) | parameters
+    presets = {**settings.tables.presets, name: _made(PresetTable, f"presets.{name}", table)}
+    tables = msgspec.structs.replace(settings.tables, presets=presets)
+    return settings.model_copy(update={"tables": tables})
 
 
 def _with_path(table: Mapping[str, Any], where: str) -> dict[str, Any]:

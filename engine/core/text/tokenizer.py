@@ -126,7 +126,13 @@ class Tokenizer:
         return cls(parts_from_directory(path))
 
     def with_template(self, source: str) -> "Tokenizer":
-        """The same tokenizer with another chat template."""
+        """The same tokenizer with another chat template. A built-in one has no BOS of its own."""
+        if self._parts.add_bos:
+            # imported late: few models are given a template
+            from engine.core.text.builtin_templates import BUILTIN_TEMPLATES
+
+            if source in BUILTIN_TEMPLATES.values():
+                source = "{{ bos_token }}" + source
         return Tokenizer(replace(self._parts, chat_template=source, tool_template=None))
 
     @property

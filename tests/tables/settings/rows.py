@@ -105,7 +105,9 @@ SERVER = {
     "resume_requests": option("false", False, "max_revivals", 0),
     "max_revivals": option("3", 3, "max_revivals", 3),
     "drain_timeout_s": Row("4.5", 4.5, see.drained, 4.5),
-    "enable_cors": Row("true", True, see.header("access-control-allow-origin", origin=ORIGIN), "*"),
+    "enable_cors": Row(
+        "true", True, see.header("access-control-allow-origin", origin=ORIGIN), ORIGIN
+    ),
     "cors_origins": Row(
         f"['{ORIGIN}']",
         (ORIGIN,),
@@ -223,7 +225,7 @@ LOGGING = {
     "slow_request_s": Row("1e-9", 1e-9, see.logged, ["request", "slow request"]),
 }
 METRICS = {
-    "enabled": Row("false", False, metrics, 404),
+    "enabled": Row("false", False, metrics, 501),
     "endpoint": Row("'/figures'", "/figures", see.status("GET", "/figures"), 200),
     "token": secret(SECRET, metrics, 401),
     "token_file": file("metrics", metrics, 401),
@@ -303,6 +305,7 @@ SECTIONS = {
 ROWS = {f"{name}.{key}": row for name, rows in SECTIONS.items() for key, row in rows.items()}
 # Names of flags that other servers have, each with its setting.
 OTHER_FLAGS = {
+    "--sleep-idle-seconds": "server.idle_unload_s",
     "--api-server-count": "server.frontends",
     "--webui/--no-webui": "server.ui",
     "--served-model-name": "model.name",

@@ -79,7 +79,7 @@ def test_each_spelling_of_a_flag_sets_its_setting_and_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given: list[dict[str, Any]] = []
-    monkeypatch.setattr(serve, "_serve", lambda config, flags: given.append(flags))
+    monkeypatch.setattr(serve, "_serve", lambda config, flags, preset: given.append(flags))
     program = typer.Typer()
     program.command()(serve.serve)
     command = typer.main.get_command(program)

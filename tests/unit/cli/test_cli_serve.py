@@ -19,6 +19,7 @@ from typer.testing import CliRunner, Result
 from engine.backends.custom.app import Server
 from engine.cli.commands import app
 from engine.cli.serve import parse_options
+from engine.core.text.builtin_templates import BUILTIN_TEMPLATES
 
 
 @pytest.fixture(autouse=True)
@@ -183,6 +184,24 @@ def test_flags_named_as_in_vllm_and_llama_cpp_set_our_settings(
     monkeypatch.setattr("engine.backends.custom.app.build_server", watched)
     serve(*flags)
     assert seen == [value]
+
+
+def test_flags_of_sampling_set_the_preset_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    build = sys.modules["engine.backends.custom.app"].build_server
+
+    def watched(settings: Any, process: Any, reread: Any) -> Any:
+        seen.extend([settings.tables.presets["x"], reread().tables.presets["x"]])
+        return build(settings, process, reread)
+
+    monkeypatch.setattr("engine.backends.custom.app.build_server", watched)
+    words = ("--temp", "0.5", "-n", "7", "--seed", "3", "--chat-template", "chatml")
+    serve("--alias", "x", *words)
+    for preset in seen:
+        told = preset.parameters.model_dump(exclude_none=True)
+        assert told == {"temperature": 0.5, "max_tokens": 7, "seed": 3}
+        assert preset.template == BUILTIN_TEMPLATES["chatml"]
+    assert len(seen) == 2
 
 
 @pytest.mark.parametrize(

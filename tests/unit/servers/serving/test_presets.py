@@ -10,8 +10,10 @@ import pytest
 from engine.backends.custom.engine_settings import preset_of
 from engine.core.config import load_settings
 from engine.core.config_presets import ParametersTable
+from engine.core.config_tables import with_preset
 from engine.core.errors import ConfigError
 from engine.core.observability.metrics import Metrics
+from engine.core.text.builtin_templates import BUILTIN_TEMPLATES
 from engine.library import embedded
 from engine.llm import LLM
 from engine.sampling_params import SamplingParams
@@ -113,6 +115,28 @@ def test_a_preset_template_is_text_or_a_file_beside_the_config(tmp_path):
     for template in ("plain.jinja", "{{ messages }}"):
         settings = load(tmp_path, f'[presets.m]\ntemplate = "{template}"\n')
         assert settings.tables.presets["m"].template == "{{ messages }}"
+
+
+def test_a_preset_template_may_be_the_name_of_a_built_in_one(tmp_path):
+    settings = load(tmp_path, "[presets.m]\ntemplate = 'chatml'\n")
+    assert settings.tables.presets["m"].template == BUILTIN_TEMPLATES["chatml"]
+    with pytest.raises(ConfigError, match="chatml, chatglm4, "):
+        load(tmp_path, "[presets.m]\ntemplate = 'chatlm'\n")
+
+
+def test_flags_of_sampling_change_the_preset_of_the_file(tmp_path):
+    before = load(tmp_path, TABLE.format(name="m"))
+    after = with_preset(before, "m", {"temperature": 0.5, "template": "chatml"})
+    preset, other = after.tables.presets["m"], with_preset(before, "o", {"seed": 1})
+    assert (preset.system, preset.stop) == ("Be brief.", ("END",))
+    assert (preset.parameters.temperature, preset.parameters.top_k) == (0.5, 7)
+    assert preset.template == BUILTIN_TEMPLATES["chatml"]
+    assert other.tables.presets["o"].parameters == ParametersTable(seed=1)
+    with pytest.raises(ConfigError, match="temperature"):
+        with_preset(before, "m", {"temperature": 3})
+    routed = load(tmp_path, "[backends.b]\nkind = 'native'\n")
+    with pytest.raises(ConfigError, match="one model"):
+        with_preset(routed, "m", {"temperature": 1})
 
 
 @pytest.mark.parametrize(
