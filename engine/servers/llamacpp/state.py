@@ -94,6 +94,12 @@ def add_state_routes(app: FastAPI, services: Services) -> None:
             raise UnavailableError("No slot is idle.", retry_after=1)
         return json_bytes(msgspec.json.encode(found))
 
+    if not services.settings.metrics.enabled:
+
+        @app.get("/metrics", include_in_schema=False)
+        async def no_metrics() -> Response:
+            raise NotSupportedError("This server has no metrics; set metrics.enabled = true.")
+
     @app.get("/lora-adapters")
     async def lora_adapters(request: Request) -> Response:
         """List the LoRA adapters. The name of one as a request's model selects it, so none has a

@@ -96,6 +96,7 @@ def add_chat_routes(app: FastAPI, services: Services) -> None:
                 stream: ChatStream = TokenChatStream(envelope, *options, body.tokens, pump)
             else:
                 stream = ChatStream(envelope, params.n, body.include_usage, named_tool)
+            stream.opens_with_null = services.answers_as_llamacpp(request)
             return await stream_chunks(services, pump, stream, body)
         collected = await collect(pump, params.n)
         return json_bytes(
@@ -106,7 +107,7 @@ def add_chat_routes(app: FastAPI, services: Services) -> None:
                 tokens=body.tokens,
                 named_tool=named_tool,
                 metadata=body.metadata,
-                timings=whole_timings(body, pump),
+                reports=await chat_reports(services, request, body, card, pump),
                 prompt_ids=pump.prompts[0],
                 interp=await interp_answer(opener),
             )
@@ -139,13 +140,28 @@ def tells_tokens(body: ChatBody | CompletionBody, pump: EventPump) -> bool:
     return pump.joins_ends
 
 
-def whole_timings(body: OpenAIBody, pump: EventPump) -> dict[str, Any] | None:
+def whole_timings(body: OpenAIBody, pump: EventPump) -> dict[str, Any]:
     """The timings of a whole answer, if the client wants them."""
     if not body.timings_per_token:
-        return None
+        return {}
     from engine.servers.openai.reports import timings  # few requests want reports
 
-    return timings(pump.usage)
+    return {"timings": timings(pump.usage)}
+
+
+async def chat_reports(
+    services: Services, request: Request, body: ChatBody, card: ModelCard, pump: EventPump
+) -> dict[str, Any]:
+    """What llama.cpp tells about a whole answer besides it: the timings, and the prompt."""
+    found = whole_timings(body, pump)
+    is_verbose = body.verbose
+    if is_verbose is None and services.settings.logging.level == "debug":
+        is_verbose = services.answers_as_llamacpp(request)
+    ids = pump.prompts[0] if is_verbose else None
+    if ids is not None:
+        prompt = await services.backend.detokenize(ids, model=card.id)
+        found["__verbose"] = {"prompt": prompt, "tokens_evaluated": len(ids)}
+    return found
 
 
 async def stream_chunks(
@@ -179,6 +195,8 @@ async def stream_chunks(
 
 def chat_ask(services: Services, request: Request, body: ChatBody, card: ModelCard) -> ChatInput:
     check_structure(services, request, body, card)
+    if services.answers_as_llamacpp(request):
+        body = body.with_begun_answer()
     choice, tools = body.choice_of_tools
     return ChatInput(
         card,
@@ -286,7 +304,7 @@ def add_completions_routes(app: FastAPI, services: Services) -> None:
                 pump.usage,
                 tokens=body.tokens,
                 metadata=body.metadata,
-                timings=whole_timings(body, pump),
+                reports=whole_timings(body, pump),
                 prompts=pump.prompts,
                 interp=await interp_answer(opener),
             )
@@ -325,9 +343,9 @@ def add_fim_routes(app: FastAPI, services: Services) -> None:
             stream = ChatStream(envelope, params.n, body.include_usage)
             return await stream_chunks(services, pump, stream, body)
         collected = await collect(pump, params.n)
-        timings = whole_timings(body, pump)
+        reports = whole_timings(body, pump)
         return json_bytes(
-            chat_body(envelope, collected, pump.usage, metadata=body.metadata, timings=timings)
+            chat_body(envelope, collected, pump.usage, metadata=body.metadata, reports=reports)
         )
 
 

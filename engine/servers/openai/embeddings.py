@@ -29,7 +29,7 @@ from engine.core.interfaces.backend import (
     UsageEvent,
 )
 from engine.servers.access.auth import principal_of
-from engine.servers.http.errors import describe, problem
+from engine.servers.http.errors import check_keys, describe, problem
 from engine.servers.http.request_log import record_of
 from engine.servers.schema import fields
 from engine.servers.serving.admission import Ticket
@@ -41,7 +41,9 @@ MAX_DIMENSIONS = 2**20
 
 
 def _parse_inputs(value: Any, name: str) -> tuple[fields.Prompt, ...]:
-    if isinstance(value, str) or (isinstance(value, list) and value and type(value[0]) is int):
+    if isinstance(value, str | dict) or (
+        isinstance(value, list) and value and type(value[0]) is int
+    ):
         return (_parse_one(value, name),)
     if not isinstance(value, list) or not 1 <= len(value) <= MAX_INPUTS:
         rule = f"should be text, token ids, or a list of 1 to {MAX_INPUTS} of either"
@@ -52,6 +54,8 @@ def _parse_inputs(value: Any, name: str) -> tuple[fields.Prompt, ...]:
 def _parse_one(item: Any, where: str) -> fields.Prompt:
     if isinstance(item, str):
         return parse_text(item, where)
+    if isinstance(item, dict):
+        return parse_text(_text_of(item, where), where)
     if not isinstance(item, list) or not item:
         raise problem(where, f"should be text or token ids, got {describe(item)}")
     for token in item:
@@ -59,6 +63,26 @@ def _parse_one(item: Any, where: str) -> fields.Prompt:
             rule = f"token ids should be integers from 0 to {fields.MAX_TOKEN_ID}"
             raise problem(where, f"{rule}, got {describe(token)}")
     return tuple(item)
+
+
+def _text_of(item: dict[str, Any], where: str) -> Any:
+    """The text of an object, as llama.cpp's clients send it: by name, or in parts of a content."""
+    if "content" not in item:
+        check_keys(item, ("prompt_string", "content"), where)
+        return item.get("prompt_string")
+    check_keys(item, ("content",), where)
+    parts = item["content"]
+    if not isinstance(parts, list):
+        raise problem(f"{where}.content", f"should be a list of parts, got {describe(parts)}")
+    texts = []
+    for index, part in enumerate(parts):
+        place = f"{where}.content[{index}]"
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            raise problem(f"{place}.type", f"should be text, got {describe(kind)}")
+        check_keys(part, ("type", "text"), place)
+        texts.append(parse_text(part.get("text"), f"{place}.text"))
+    return "".join(texts)
 
 
 def parse_text(item: Any, where: str) -> str:
@@ -73,15 +97,22 @@ _IDS_SCHEMA = {
     "minItems": 1,
     "items": {"type": "integer", "minimum": 0, "maximum": fields.MAX_TOKEN_ID},
 }
+_OBJECT_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "prompt_string": TEXT_SCHEMA,
+        "content": {"type": "array", "minItems": 1, "items": {"type": "object"}},
+    },
+}
+_ONE_SCHEMA = [TEXT_SCHEMA, _IDS_SCHEMA, _OBJECT_SCHEMA]
 _INPUTS_SCHEMA = {
     "anyOf": [
-        TEXT_SCHEMA,
-        _IDS_SCHEMA,
+        *_ONE_SCHEMA,
         {
             "type": "array",
             "minItems": 1,
             "maxItems": MAX_INPUTS,
-            "items": {"anyOf": [TEXT_SCHEMA, _IDS_SCHEMA]},
+            "items": {"anyOf": _ONE_SCHEMA},
         },
     ]
 }

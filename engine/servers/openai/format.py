@@ -33,6 +33,7 @@ _encode = msgspec.json.Encoder().encode
 # The end of a chunk, if the stream has a usage. Text can't contain it, because JSON escapes line
 # breaks.
 END_OF_CHUNK = b'"usage":null}\n\n'
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +178,7 @@ def chat_body(
     tokens: TokenFields = NO_FIELDS,
     named_tool: bool = False,
     metadata: dict[str, str] | None = None,
-    timings: dict[str, Any] | None = None,
+    reports: Mapping[str, Any] = NOTHING,
     prompt_ids: Sequence[int] | None = None,
     interp: dict[str, Any] | None = None,
 ) -> bytes:
@@ -195,7 +196,7 @@ def chat_body(
         "prompt_token_ids": prompt_ids if tokens.has_ids else None,
     }
     more = of_prompt if interp is None else of_prompt | {"interp": interp}
-    return _whole(envelope, "chat.completion", choices, usage, metadata, timings, more)
+    return _whole(envelope, "chat.completion", choices, usage, metadata, reports, more)
 
 
 def chat_message(choice: Choice) -> dict[str, Any]:
@@ -218,7 +219,7 @@ def completion_body(
     *,
     tokens: TokenFields = NO_FIELDS,
     metadata: dict[str, str] | None = None,
-    timings: dict[str, Any] | None = None,
+    reports: Mapping[str, Any] = NOTHING,
     prompts: Sequence[Sequence[int] | None] = (None,),
     interp: dict[str, Any] | None = None,
 ) -> bytes:
@@ -241,7 +242,7 @@ def completion_body(
             }
         )
     more = {} if interp is None else {"interp": interp}
-    return _whole(envelope, "text_completion", bodies, usage, metadata, timings, more)
+    return _whole(envelope, "text_completion", bodies, usage, metadata, reports, more)
 
 
 def _whole(
@@ -250,15 +251,13 @@ def _whole(
     choices: list[dict[str, Any]],
     usage: UsageEvent,
     metadata: dict[str, str] | None,
-    timings: dict[str, Any] | None,
-    of_prompt: Mapping[str, Any] = MappingProxyType({}),
+    reports: Mapping[str, Any],
+    of_prompt: Mapping[str, Any] = NOTHING,
 ) -> bytes:
     body = envelope.fields(kind) | {"choices": choices, "usage": usage_body(usage), **of_prompt}
     if metadata:
         body["metadata"] = metadata
-    if timings:
-        body["timings"] = timings
-    return _encode(body)
+    return _encode({**body, **reports})
 
 
 class _ChunkStream:
@@ -292,6 +291,7 @@ class ChatStream(_ChunkStream):
         ]
         self._after = b'},"logprobs":null,"finish_reason":null}' + self.tail
         self._named_tool = named_tool
+        self.opens_with_null = False  # the content of the first chunk, as in llama.cpp
         # For each choice, maps the index of each tool call to whether the call has arguments yet.
         self._calls: list[dict[int, bool]] = [{} for _ in range(num_choices)]
 
@@ -300,7 +300,8 @@ class ChatStream(_ChunkStream):
         return self._before[choice] + self._after
 
     def opening(self) -> bytes:
-        role = b'"role":"assistant","content":""'
+        content = b"null" if self.opens_with_null else b'""'
+        role = b'"role":"assistant","content":' + content
         return b"".join(before + role + self._after for before in self._before)
 
     def chunk(self, event: OutputEvent) -> bytes:

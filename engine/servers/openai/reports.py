@@ -10,7 +10,7 @@ import msgspec
 from engine.core.errors import EngineError
 from engine.core.interfaces.backend import PromptProgress, TextEvent, UsageEvent
 from engine.servers.serving.event_pump import EventPump, OutputEvent
-from engine.servers.serving.sse import StreamFormat
+from engine.servers.serving.sse import DONE, StreamFormat
 
 _encode = msgspec.json.Encoder().encode
 _END = b"}\n\n"
@@ -91,7 +91,11 @@ class ReportingStream:
         return self._timed(event.choice, chunk)
 
     def closing(self, usage: UsageEvent) -> bytes:
-        return self._inner.closing(usage)
+        closing = self._inner.closing(usage)
+        chunk = closing.removesuffix(DONE)
+        if not (chunk and self._with_timings) or chunk == closing:
+            return closing
+        return _with(chunk, "timings", timings(usage)) + DONE
 
     def failure(self, error: EngineError) -> bytes:
         return self._inner.failure(error)

@@ -5,7 +5,7 @@ NaN is refused. null means the same as a missing field. Names and defaults are O
 OpenAI does not have are named as in vLLM.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -161,6 +161,19 @@ class EndOfPrompt(BaseModel):
             return not self.continue_final_message
         return self.add_generation_prompt
 
+    def with_begun_answer(self) -> Self:
+        """As in llama.cpp, a last message of the assistant is continued, unless the client says
+        how the prompt ends.
+        """
+        said = (self.continue_final_message, self.add_generation_prompt)
+        messages = self.messages or ()
+        begun = [message["role"] == "assistant" for message in messages[-2:]]
+        if said != (None, None) or not begun or not begun[-1] or "tool_calls" in messages[-1]:
+            return self
+        if all(begun[:-1]) and len(begun) > 1:
+            raise problem("messages", "can't end with two messages of the assistant")
+        return self.model_copy(update={"continue_final_message": True})
+
     @model_validator(mode="after")
     def _one_end(self) -> "EndOfPrompt":
         if self.continue_final_message and self.messages is not None:
@@ -196,6 +209,7 @@ class ChatBody(EndOfPrompt, TokenBody, BeamBody, OpenAIBody):
     echo: bool | None = None
     documents: Annotated[list[dict[str, Any]], Field(max_length=MAX_DOCUMENTS)] | None = None
     store: bool | None = None
+    verbose: bool | None = None
     interp: InterpField = None
 
     @property

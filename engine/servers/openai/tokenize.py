@@ -223,6 +223,8 @@ async def chat_of(
     """The backend's request for a conversation that is only tokenized."""
     services.require(card, "chat", "messages", "has no chat template; send a prompt")
     check_tools(services, request, card, body.tools)
+    if services.answers_as_llamacpp(request):
+        body = body.with_begun_answer()
     return ChatRequest(
         context=GenerationContext(
             request_id=record_of(request.scope).request_id, params=SamplingParams()

@@ -30,7 +30,7 @@ from engine.core.key_file import NO_LIMITS
 from engine.core.observability.metrics import Metrics
 from engine.servers.access.auth import KeyRing, Principal, principal_of
 from engine.servers.access.quotas import Quotas
-from engine.servers.http.errors import PromptTooLargeError
+from engine.servers.http.errors import LLAMACPP_PATHS, PromptTooLargeError
 from engine.servers.http.limits import decode_object, read_parsed
 from engine.servers.http.request_log import RequestHistory, record_of
 from engine.servers.schema.body import Body, parse_body
@@ -321,6 +321,13 @@ class Services:
             param="model",
             code="model_not_found",
         )
+
+    def answers_as_llamacpp(self, request: Request) -> bool:
+        """Whether an answer in OpenAI's form is as from llama.cpp: on the paths that only llama.cpp
+        has, and on all paths of a server that speaks no other server's dialect.
+        """
+        is_own = request.scope["path"] in LLAMACPP_PATHS
+        return is_own or self.settings.server.dialects == ("llamacpp",)
 
     def warn(self, request: Request, param: str, message: str) -> None:
         """Warn the client that a parameter had no effect, or not its full effect. In `strict` mode,

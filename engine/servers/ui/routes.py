@@ -99,7 +99,7 @@ def add_ui_routes(app: FastAPI, services: Services) -> None:
         return await _answer(request, request.path_params["name"], "")
 
     app.router.routes += [
-        PageRoute("/", root, browsers_only=True),
+        PageRoute("/", root, browsers_only="ollama" in services.settings.server.dialects),
         PageRoute("/ui/{page}", page),
         PageRoute(STATIC_ROUTE, static),
     ]

@@ -33,6 +33,7 @@ _EXCLUDED: dict[str, tuple[Any, ...]] = {
     "prompt_logprobs": (),
     "include_stop_str_in_output": (False,),
     "store": (False,),
+    "verbose": (False,),
     "interp": (),
 }
 
@@ -91,6 +92,6 @@ def add_batch_chat_routes(app: FastAPI, services: Services) -> None:
                 pump.usage,
                 tokens=body.tokens,
                 metadata=body.metadata,
-                timings=whole_timings(body, pump),
+                reports=whole_timings(body, pump),
             )
         )

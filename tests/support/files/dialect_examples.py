@@ -90,6 +90,7 @@ ACTS: dict[str, Any] = {
     "stop_regex": ["fr.m"],
     "stop_token_ids": [5],
     "store": True,
+    "verbose": True,
     "stream": {CHAT: True, COMPLETIONS: True, GENERATE: False},
     "stream_options": ({"include_usage": True}, {"stream": True}),
     "structured_outputs": {"regex": "a+"},

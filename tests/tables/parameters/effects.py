@@ -227,6 +227,7 @@ BATCH = {name: acts(name) for name in _OF_CHATS} | {
         name: Effect(value, {"status": 400})
         for name, value in (
             *(("echo", True), ("include_stop_str_in_output", True), ("interp", {"capture": []})),
+            ("verbose", True),
             *(("store", True), ("prompt_logprobs", 1), ("use_beam_search", True)),
             *(("best_of", 2), ("length_penalty", 2.0), ("early_stopping", True)),
             *(("stream", True), ("tools", [TOOL]), ("stream_options", {"include_usage": True})),

@@ -9,7 +9,13 @@ import httpx
 import pytest
 
 from engine.core.errors import ContextLengthError
-from engine.core.interfaces.backend import CompletionRequest, Event, FinishEvent, TextEvent
+from engine.core.interfaces.backend import (
+    ChatRequest,
+    CompletionRequest,
+    Event,
+    FinishEvent,
+    TextEvent,
+)
 from engine.core.interfaces.request import UNSHARED
 from engine.core.observability.metrics import Metrics
 from engine.servers.app import create_app
@@ -41,7 +47,7 @@ async def post(client: httpx.AsyncClient, path: str, **body: Any) -> Any:
 
 
 def events(response: httpx.Response) -> list[dict[str, Any]]:
-    lines = response.text.split("\n\n")
+    lines = response.text.removesuffix("data: [DONE]\n\n").split("\n\n")
     return [json.loads(line.removeprefix("data: ")) for line in lines if line]
 
 
@@ -270,6 +276,56 @@ async def test_slots_show_a_running_sequence(
     assert busy[0]["next_token"][0] == {"has_next_token": True, "n_remain": 4, "n_decoded": 1}
     released.set()
     await asking
+
+
+async def test_the_first_chunk_of_a_chat_has_no_content(client: httpx.AsyncClient) -> None:
+    sent = {"messages": [{"role": "user", "content": "a"}], "stream": True}
+    for path, content in (("/chat/completions", None), ("/v1/chat/completions", "")):
+        first = events(await client.post(path, json=sent))[0]
+        assert first["choices"][0]["delta"] == {"role": "assistant", "content": content}
+
+
+async def test_a_server_of_this_dialect_alone_answers_in_it_everywhere() -> None:
+    settings = make_settings(server={"dialects": ("llamacpp",)}, logging={"level": "debug"})
+    app = create_app(settings, FakeBackend(), Metrics(MODEL))
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        sent = {"messages": [{"role": "user", "content": "a"}]}
+        stream = await client.post("/v1/chat/completions", json=sent | {"stream": True})
+        assert events(stream)[0]["choices"][0]["delta"]["content"] is None
+        # The log level shows the prompt of each answer, unless the client does not want it.
+        assert "__verbose" in await post(client, "/v1/chat/completions", **sent)
+        quiet = await post(client, "/v1/chat/completions", **sent, verbose=False)
+        assert "__verbose" not in quiet
+
+
+async def test_a_verbose_answer_has_its_prompt(
+    client: httpx.AsyncClient, backend: FakeBackend
+) -> None:
+    messages = [{"role": "user", "content": "a"}]
+    for path in ("/chat/completions", "/v1/chat/completions"):
+        told = await post(client, path, messages=messages, verbose=True)
+        length = told["__verbose"]["tokens_evaluated"]
+        prompt = await backend.detokenize((0,) * length)  # its ids, to this backend
+        assert told["__verbose"]["prompt"] == prompt
+        assert "__verbose" not in await post(client, path, messages=messages)
+
+
+async def test_a_begun_answer_is_continued(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    for path, sent, continues in (
+        ("/chat/completions", {}, True),
+        ("/chat/completions", {"add_generation_prompt": True}, False),
+        ("/chat/completions", {"continue_final_message": False}, False),
+        ("/v1/chat/completions", {}, False),
+    ):
+        await post(client, path, messages=messages, **sent)
+        request = backend.requests[-1]
+        assert isinstance(request, ChatRequest)
+        assert request.continue_final_message is continues
+        assert request.add_generation_prompt is not continues
+    twice = await client.post("/chat/completions", json={"messages": [*messages, messages[1]]})
+    assert twice.status_code == 400 and "two messages" in twice.json()["error"]["message"]
 
 
 async def test_a_single_model_answers_to_any_name() -> None:

@@ -272,7 +272,13 @@ _ANSWERS = [
     *_rows("details decoder_input_details", "huggingface", "", False, instead="send logprobs"),
     *_rows("top_n_tokens", "huggingface", "", 0, instead="send top_logprobs"),
     *_rows("return_full_text", "huggingface", "", False, instead="send echo"),
-    *_rows("verbose", "llamacpp", "", False, instead="set the server's log level"),
+    *_rows(
+        "verbose",
+        "llamacpp",
+        "the answer has its prompt, as `__verbose`",
+        False,
+        instead="send it to /v1/chat/completions",
+    ),
     *_rows(
         "return_hidden_states return_routed_experts return_cached_tokens_details"
         " return_spec_tokens_details return_sampling_mask return_meta_info",

@@ -56,6 +56,26 @@ def vectors(response: httpx.Response) -> np.ndarray:
     return np.array([item["embedding"] for item in response.json()["data"]], np.float32)
 
 
+def test_inputs_may_be_llamacpps_objects(server: LiveServer) -> None:
+    parts = [{"type": "text", "text": "ca"}, {"type": "text", "text": "t"}]
+    post(server, input=["car", {"prompt_string": "cat"}, {"content": parts}])
+    post(server, input={"prompt_string": "cat"})
+    first, second = server.backend.embed_requests
+    assert (first.inputs, second.inputs) == (("car", "cat", "cat"), ("cat",))
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    for wrong, param in (
+        ({}, "input"),
+        ({"prompt_string": ""}, "input"),
+        ({"text": "a"}, "input.text"),
+        ({"content": "cat"}, "input.content"),
+        ({"content": []}, "input"),
+        ({"content": [image]}, "input.content[0].type"),
+        ({"content": parts, "prompt_string": "a"}, "input.prompt_string"),
+    ):
+        refused = post(server, input=wrong)
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == param
+
+
 def test_embedding_inputs_keep_order_and_count_usage(server: LiveServer) -> None:
     many = post(server, input=["one word", "two words more", "x"])
     body = many.json()
@@ -112,7 +132,7 @@ def test_embeddings_of_a_generation_model_come_with_a_warning(server: LiveServer
         ("input", {"input": ""}),
         ("input", {"input": []}),
         ("input", {"input": None}),
-        ("input", {"input": {"text": "x"}}),
+        ("input.text", {"input": {"text": "x"}}),
         ("input", {"input": ["x"] * 2049}),
         ("input[1]", {"input": ["x", ""]}),
         ("input[1]", {"input": ["x", []]}),
