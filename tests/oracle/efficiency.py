@@ -74,6 +74,9 @@ def unusual_alone(each: Submitted, shape: Shape, outcome: Outcome) -> Iterator[s
     yield from _short(outcome.work, exact, vars(exact))
     # The engine answers when the frontend ends a choice at a stop string.
     exact.messages += sum(isinstance(choice.stop_reason, str) for choice in choices)
+    # A step may not have room for the prompts of all choices.
+    num_more = -(-exact.prompt_tokens // (shape["budget"] // 2)) - 1
+    exact.steps, exact.messages = exact.steps + num_more, exact.messages + num_more
     yield from _exceeded(outcome.work, exact)
 
 
