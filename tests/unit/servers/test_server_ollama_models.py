@@ -345,5 +345,5 @@ async def test_requests_of_the_ollama_cli_are_accepted(
 
 async def test_the_ollama_dialect_can_be_turned_off(tmp_path: Path) -> None:
     async with client_of(make_app(tmp_path, dialects=[])) as client:
-        for path in ("/", "/api/tags", "/api/version"):
+        for path in ("/api/tags", "/api/version"):
             assert (await client.get(path)).status_code == 404
