@@ -8,7 +8,6 @@ computed with numpy.
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -75,7 +74,9 @@ def importance_of(
 
 def _squared_inputs(source: ModelSource) -> Any:
     if find_spec("torch") is None and _runs_natively(source):
-        return import_module("engine.native.inspection").SquaredInputs(source)
+        from engine.native import inspection
+
+        return inspection.SquaredInputs(source)
     framework_entry("torch")  # says what to install if PyTorch is missing
     from engine.torch.execution.evaluation import Evaluated, SquaredInputs
 

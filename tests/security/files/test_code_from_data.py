@@ -44,6 +44,7 @@ CTYPES_USERS = {
     "torch/kernels/cuda/attention.py",
     "torch/kernels/cuda/decode.py",
     "torch/kernels/cuda/gated_linear.py",
+    "torch/kernels/cuda/grouped.py",
     "torch/kernels/cuda/library.py",
     "core/sandbox/validation_child.py",
     "core/sandbox/processes.py",

@@ -56,6 +56,7 @@ PLACES = {
     "torch/execution/distributed/remote.py": "a free port, not kept",
     "routing/ray_nodes/actors.py": "a free port, not kept",
     "backends/external/listening.py": "the port of an external engine, on loopback",
+    "cli/ops/docs.py": "the documentation, on loopback",
 }
 LISTENS = re.compile(
     r"create_server\(|\.listen\(|start_server\(|start_unix_server\(|create_unix_server\(|sock\.bind\("
