@@ -90,7 +90,7 @@ def served(model: str, folder: Path) -> Iterator[tuple[str, list[int]]]:
     path = os.pathsep.join([str(folder), str(PACKAGE.parent)])
     env = {"PYTHONPATH": path, "TRACE_PACKAGE": str(PACKAGE), "TRACE_FOLDER": str(folder)}
     # A server whose queues have a database looks for jobs in it.
-    env["LLM_ENGINE_STORAGE__DIRECTORY"] = str(folder / "data")
+    env["LLM_ENGINE_STORAGE__PATH"] = str(folder / "data")
     # A request is logged after its last byte, so a slow machine would count it now and then.
     env["LLM_ENGINE_LOGGING__LOG_REQUESTS"] = "false"
     argv = [sys.executable, "-m", "engine.cli.main", "serve", model, "--port", "0"]
