@@ -38,7 +38,7 @@ def routed(default_model: Path, tmp_path_factory: pytest.TempPathFactory):
 
 
 def routes(server: ServedEngine) -> list[dict]:
-    return httpx.get(f"{server.url}/v1/admin/routes").json()["models"][0]["backends"]
+    return httpx.get(f"{server.url}/v1/admin/routes", timeout=60).json()["models"][0]["backends"]
 
 
 def stream(url: str, number: int, outcomes: dict[int, str]) -> None:
@@ -46,7 +46,7 @@ def stream(url: str, number: int, outcomes: dict[int, str]) -> None:
     body = {
         "model": "smol",
         "prompt": f"Story number {number}:",
-        "max_tokens": 40,
+        "max_tokens": 150,
         "ignore_eos": True,
         "stream": True,
     }

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.servers.served import serve
 
-NUM_TOKENS = 200
+NUM_TOKENS = 400  # so that no stream has ended when its engine is killed
 WORDS = ["time", "year", "people", "way", "day", "man", "thing", "life", "world", "school"]
 
 
