@@ -43,7 +43,7 @@ MUTATIONS = [
         "engine.routing.attempts",
         "        self.replica.release()\n",
         "",
-        "tests/unit/routing/test_router.py::test_a_failure_before_the_first_event_moves_the_request_to_another_replica",
+        "tests/unit/routing/test_router.py::test_an_interrupted_request_moves_to_a_ready_replica_with_its_fingerprint",
     ),
     Mutation(
         "ejection: a trial whose client left is never repeated",

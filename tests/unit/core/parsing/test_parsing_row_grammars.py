@@ -52,6 +52,7 @@ def test_tool_choice_required_forces_the_formats_own_syntax(name: str) -> None:
             one.replace("3", "x"),
             one.replace("days", "hours"),
             one[: one.index("days")],
+            tools.write([("get_weather", '{"days": 3}')]).removeprefix(row.primed),
         ):
             assert not accepts(grammar, wrong), wrong
     named = tools.grammar(TOOLS, ToolChoice("named", "now"), True)
