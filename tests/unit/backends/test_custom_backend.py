@@ -115,9 +115,17 @@ async def test_a_feed_raises_the_error_that_ended_its_request():
         await feeding
 
 
-async def test_a_request_cancelled_while_tokenizing_is_never_submitted():
+async def test_a_request_cancelled_while_tokenizing_is_never_submitted(monkeypatch):
     backend = await started()
-    reading = asyncio.create_task(anext(backend.complete(asking())))
+    counts = []
+
+    def encode(*_: object, **__: object) -> list[int]:
+        counts.append(backend.num_open)
+        return [1, 2, 3]
+
+    monkeypatch.setattr(TEXT.tokenizer, "encode_prompt", encode, raising=False)
+    words = msgspec.structs.replace(asking(), prompt="a b c")
+    reading = asyncio.create_task(anext(backend.complete(words)))
     await asyncio.sleep(0)  # it has reached the tokenizer's thread
     assert backend.num_open == 1
     reading.cancel()
@@ -126,6 +134,7 @@ async def test_a_request_cancelled_while_tokenizing_is_never_submitted():
     while backend.num_open:
         await asyncio.sleep(0.001)
     assert not backend._link._requests
+    assert counts == [1]  # before the engine has it
     await backend.stop()
 
 

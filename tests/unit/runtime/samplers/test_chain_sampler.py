@@ -172,6 +172,10 @@ BREAKERS = ((3,), (2, 9))
 @example(
     chains=[{"seed": 0, "mirostat": 1, "allowed_token_ids": (1, 2, 3, 4, 9, 30)}], logits_seed=0
 )
+@example(  # each choice has random numbers of its own
+    chains=[{"xtc_probability": 0.5, "xtc_threshold": 0.05, "seed": 7, "samplers": ("xtc",)}] * 8,
+    logits_seed=0,
+)
 def test_batched_sampler_chains_equal_the_reference(chains, logits_seed):
     rng = np.random.default_rng(logits_seed)
     seqs, references = [], []
