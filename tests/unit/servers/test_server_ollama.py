@@ -198,6 +198,15 @@ async def test_parameters_that_ollama_ignores_cause_a_warning(
     assert word in response.headers["x-engine-warnings"]
 
 
+async def test_nested_options_make_no_long_header(client: httpx.AsyncClient) -> None:
+    options: dict[str, Any] = {}
+    for _ in range(40):
+        options = {"tfs_z": 0.5, "num_ctx": 5, "options": options}
+    response = await ask(client, "/api/chat", messages=HELLO, options=options)
+    assert response.status_code == 200
+    assert len(response.headers["x-engine-warnings"]) < 16_384
+
+
 @pytest.mark.parametrize(
     ("fields", "word"),
     [

@@ -10,6 +10,8 @@ from engine.servers.http.errors import problem
 from engine.servers.schema.dialects.parameters import PARAMETERS, Parameter
 
 _MAX_NAMED = 10
+# They are a header of the answer, and objects of parameters may be nested.
+_MAX_WARNINGS = 32
 
 Verdict = Literal["acts", "translated", "warned", "refused"]
 
@@ -21,6 +23,10 @@ class Reading:
     values: dict[str, Any] = field(default_factory=dict)
     sent_as: dict[str, str] = field(default_factory=dict)  # names of converted parameters
     warnings: list[tuple[str, str]] = field(default_factory=list)  # parameter, message
+
+    def warn(self, name: str, message: str) -> None:
+        if len(self.warnings) < _MAX_WARNINGS:
+            self.warnings.append((name[:200], message))
 
 
 def read_words(
@@ -56,9 +62,9 @@ def read_words(
         elif asks_for_nothing(value, word.off):
             continue
         elif word.warning and warns:
-            reading.warnings.append((sent, word.warning))
+            reading.warn(sent, word.warning)
         elif ignores:
-            reading.warnings.append((sent, f"has no effect here; {word.instead}"))
+            reading.warn(sent, f"has no effect here; {word.instead}")
         else:
             raise InvalidRequestError(
                 f"{sent} is not supported by this endpoint; {word.instead}.",
@@ -68,7 +74,7 @@ def read_words(
     if unknown and not ignores:
         raise _unknown(unknown, known)
     if unknown:
-        reading.warnings.append((_listed(unknown), "not known here, so without effect"))
+        reading.warn(_listed(unknown), "not known here, so without effect")
     return reading
 
 
