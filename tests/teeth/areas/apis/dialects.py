@@ -8,7 +8,7 @@ MUTATIONS = [
     Mutation(
         "a parameter without effect causes no warning",
         _READING,
-        "            reading.warnings.append((sent, word.warning))\n",
+        "            reading.warn(sent, word.warning)\n",
         "            pass\n",
         f"{_TESTS}::test_every_row_of_the_parameter_table_behaves_as_stated[warned-_is_warned]",
     ),
